@@ -1,0 +1,130 @@
+"""Timing a set of variants in turn, so that drift of a shared machine falls on all of them alike.
+
+Every variant sits loaded in a process of its own; this module passes the turn: warm-up for each, then one
+timed repeat of each, round after round, until every one has enough repeats and enough time. When the set
+doesn't fit into memory together, variants run one after the other and the baseline once more at the end.
+
+    rows = time_in_turn({"fp16": turn, "int8": other}, plan=TimingPlan(...))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pipeline.engines.base import SessionMemory
+from pipeline.measure import GenerationTrace, is_noisy
+from pipeline.results import Distribution
+from pipeline.values import Value
+
+MAX_ROUNDS = 50
+
+
+class TurnResult(Value):
+    """One run of one batch by one variant, or why there is none."""
+
+    outcome: Literal["measured", "out_of_memory", "failed"]
+    because: str = ""
+    trace: GenerationTrace | None = None
+    memory: SessionMemory | None = None
+
+
+class Turn(Protocol):
+    """A loaded variant that runs one batch when asked."""
+
+    def run(self, *, batch_size: int, seed: int) -> TurnResult:
+        """One generation with fresh prompts from `seed`; failures come back as results."""
+
+
+class TimingPlan(Value):
+    """How often and how long; see `recipe.SpeedSpec`."""
+
+    batch_sizes: tuple[int, ...]
+    warmup: int
+    repeats: int
+    min_seconds: float
+    max_cv_percent: float
+    seed: int = 0
+
+
+@dataclass
+class ShapeTiming:
+    """What one variant gave at one batch size."""
+
+    batch_size: int
+    warmup_s: list[float] = field(default_factory=list)
+    traces: list[GenerationTrace] = field(default_factory=list)
+    memory: SessionMemory | None = None
+    failure: TurnResult | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Time of all repeats."""
+        return sum(trace.token_times_s[-1] for trace in self.traces)
+
+
+Progress = Callable[[str], None]
+
+
+def time_in_turn(
+    turns: Mapping[str, Turn], *, plan: TimingPlan, progress: Progress
+) -> dict[str, list[ShapeTiming]]:
+    """All batch sizes of all variants, in alternation."""
+    timings: dict[str, list[ShapeTiming]] = {name: [] for name in turns}
+    for batch_size in plan.batch_sizes:
+        shape = {name: ShapeTiming(batch_size) for name in turns}
+        for name, timing in shape.items():
+            timings[name].append(timing)
+        _time_shape(turns, shape, plan=plan, progress=progress)
+    return timings
+
+
+def _time_shape(
+    turns: Mapping[str, Turn], shape: Mapping[str, ShapeTiming], *, plan: TimingPlan, progress: Progress
+) -> None:
+    seed = plan.seed
+    for round_number in range(plan.warmup + 2 * MAX_ROUNDS):
+        warming = round_number < plan.warmup
+        waiting = [
+            name
+            for name, timing in shape.items()
+            if not timing.failure and (warming or not _done(timing, plan))
+        ]
+        if not waiting and not warming:
+            return
+        for name in waiting:
+            seed += 1
+            timing = shape[name]
+            doing = "warm-up" if warming else f"repeat {len(timing.traces) + 1}"
+            progress(f"{name}: batch {timing.batch_size}, {doing}")
+            result = turns[name].run(batch_size=timing.batch_size, seed=seed)
+            _take(timing, result, warming=warming)
+
+
+def _take(timing: ShapeTiming, result: TurnResult, *, warming: bool) -> None:
+    if result.trace is None:
+        timing.failure = result
+        return
+    timing.memory = result.memory
+    if warming:
+        timing.warmup_s.append(result.trace.token_times_s[-1])
+    else:
+        timing.traces.append(result.trace)
+
+
+def _done(timing: ShapeTiming, plan: TimingPlan) -> bool:
+    """Enough repeats and enough time; a noisy set gets as many repeats again before it is marked."""
+    count = len(timing.traces)
+    if count < plan.repeats or (timing.total_s < plan.min_seconds and count < MAX_ROUNDS):
+        return False
+    return count >= 2 * plan.repeats or not is_noisy(timing.traces, max_cv_percent=plan.max_cv_percent)
+
+
+def drift_percent(first: ShapeTiming, again: ShapeTiming) -> float | None:
+    """How much slower (+) the baseline's tokens came at the end than at first; None without both."""
+    before = [tpot for trace in first.traces if (tpot := trace.tpot_s) is not None]
+    after = [tpot for trace in again.traces if (tpot := trace.tpot_s) is not None]
+    if not before or not after:
+        return None
+    return 100 * (Distribution.of(after).median / Distribution.of(before).median - 1)

@@ -1,0 +1,306 @@
+"""What each command does, as functions that programs can call.
+
+outcome = run_recipe(Path("recipes/demo.yaml"), stream=sys.stderr)
+outcome.exit_code, outcome.report.verdict
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.errors import Interrupted, PrerequisiteError, UsageError
+from pipeline.footprint import cached_shape_facts
+from pipeline.gate import exit_code, judge_all
+from pipeline.hardware import DATA_SHEET, Device, detect, named
+from pipeline.model_source import read_config
+from pipeline.plan import Plan, make_plan
+from pipeline.plugins import plugin_classes
+from pipeline.preflight import Preflight, preflight
+from pipeline.processes import run_stage
+from pipeline.provenance import collect
+from pipeline.recipe import AnyRule, LoadedRecipe, load_recipe
+from pipeline.report import comparison_table, make_report, markdown
+from pipeline.results import DeviceSpeed, Report, VariantResults
+from pipeline.runner import RunState, prepare, run_stages, variant_results
+from pipeline.stages import DeviceSpeedRequest
+from pipeline.store import Store, write_atomically
+from pipeline.text_table import text_table
+from pipeline.tracking import TrackResult, track
+from pipeline.values import Value
+
+PLUGIN_PACKAGES = {"quantizer": "pipeline.quantizers", "engine": "pipeline.engines", "rule": "pipeline.rules"}
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """A finished run: its report, what to print and what to exit with."""
+
+    report: Report
+    json_line: str
+    table: str
+    exit_code: int
+
+
+def store_from_environment() -> Store:
+    """The store that `PIPELINE_STORE` names, by default `.pipeline/` here."""
+    return Store(Path(os.environ.get("PIPELINE_STORE") or ".pipeline").absolute())
+
+
+def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
+    """The whole line. Raises RecipeError or PrerequisiteError before any work; later failures are verdicts."""
+    started, start = datetime.datetime.now(datetime.UTC), time.monotonic()
+    loaded = load_recipe(path)
+    store = store_from_environment()
+    store.prepare()
+    with store.lock():
+        state = prepare(loaded, store=store, progress_stream=stream)
+        run_stages(state)
+        report = make_report(
+            loaded,
+            recipe=state.recipe,
+            variants=variant_results(state),
+            device=state.speed.device if state.speed else None,
+            provenance=_provenance(state),
+            started_at=started.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - start,
+            interrupted=state.interrupted,
+        )
+        write_report(report, folder=state.folder, recipe_text=loaded.text)
+        state.progress.say(f"report: {state.folder / 'report.json'}")
+    tracked = _track_quietly(report, state)
+    return RunOutcome(
+        report=report,
+        json_line=_json_line(report, state=state, tracked=tracked, seconds=time.monotonic() - start),
+        table=comparison_table(report),
+        exit_code=Interrupted.exit_code if report.interrupted else exit_code(report.verdict),
+    )
+
+
+def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
+    """Everything a reader needs, each file written whole or not at all."""
+    write_atomically(folder / "recipe.yaml", recipe_text)
+    write_atomically(folder / "resolved-recipe.json", json.dumps(report.resolved_recipe, indent=2))
+    write_atomically(folder / "report.md", markdown(report))
+    write_atomically(folder / "report.json", report.to_json())
+
+
+def _provenance(state: RunState) -> dict[str, Any]:
+    facts = collect(repository=Path.cwd())
+    return {**facts, "device": state.device.model_dump(mode="json")}
+
+
+def _track_quietly(report: Report, state: RunState) -> TrackResult:
+    result = track_report(report, folder=state.folder)
+    if not result.tracked:
+        state.progress.say(
+            f"not logged to MLflow: {result.because}; later: python -m pipeline track {state.folder}"
+        )
+    return result
+
+
+def track_report(report: Report, *, folder: Path) -> TrackResult:
+    """Log to the MLflow store that `MLFLOW_TRACKING_URI` names, by default the SQLite file in `mlruns/`."""
+    return track(report, run_folder=folder, tracking_uri=None, artifacts_folder=None, note=markdown(report))
+
+
+def _json_line(report: Report, *, state: RunState, tracked: TrackResult, seconds: float) -> str:
+    line: dict[str, Any] = {
+        "recipe": report.recipe,
+        "recipe_digest": report.recipe_digest,
+        "verdict": report.verdict,
+        "verdicts": {
+            variant.name: variant.verdict for variant in report.variants if variant.name != report.baseline
+        },
+        "report": str(state.folder / "report.json"),
+        "mlflow_run_id": tracked.run_id,
+        "reused_stages": state.reused,
+        "seconds": round(seconds, 1),
+    }
+    if not tracked.tracked:
+        line["tracked"] = False
+    return json.dumps(line)
+
+
+# --- plan, check -----------------------------------------------------------------------------------------
+
+
+def plan_recipe(path: Path, *, hardware: str | None) -> Plan:
+    """Plan for the recipe's hardware, or for `hardware`. Loads no weight."""
+    loaded = load_recipe(path)
+    device = _device(hardware or loaded.recipe.hardware)
+    architecture = read_config(loaded)
+    if architecture is None:
+        raise PrerequisiteError(_no_architecture(loaded))
+    facts = cached_shape_facts(
+        architecture.config, cache_folder=store_from_environment().root / "shapes", source=architecture.source
+    )
+    return make_plan(loaded, recipe=loaded.recipe.expand(device=device.kind), device=device, facts=facts)
+
+
+def _device(name: str) -> Device:
+    return detect() if name == "host" else named(name)
+
+
+def _no_architecture(loaded: LoadedRecipe) -> str:
+    model = loaded.recipe.model
+    return (
+        f"{loaded.path}: model: the architecture of {model.id} is not here; "
+        "name its config.json as model.config, or download it (`hf download {id} config.json`)".replace(
+            "{id}", model.id
+        )
+    )
+
+
+def check_recipe(path: Path) -> Preflight:
+    """Validate and look for everything a run needs; nothing is run."""
+    loaded = load_recipe(path)
+    device = detect()
+    return preflight(
+        loaded, recipe=loaded.recipe.expand(device=device.kind), device=device, store=store_from_environment()
+    )
+
+
+# --- stored reports --------------------------------------------------------------------------------------
+
+
+def load_report(path: Path) -> Report:
+    """A stored report from its file or its run's folder. Raises UsageError naming what is wrong with it."""
+    file = path / "report.json" if path.is_dir() else path
+    try:
+        return Report.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise UsageError(
+            f"{file}: can't be read ({error.strerror}); name a report.json or a run's folder"
+        ) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{file}: is not a report of this version: {place}: {first['msg']}") from None
+
+
+def judge_again(path: Path, *, rules: Path | None) -> Report:
+    """The stored results under the report's own rules or those of another recipe; nothing is measured."""
+    report = load_report(path)
+    adapter: TypeAdapter[tuple[Any, ...]] = TypeAdapter(tuple[AnyRule, ...])
+    stored = adapter.validate_json(json.dumps(report.resolved_recipe["gate"]))
+    gate = load_recipe(rules).recipe.gate if rules else stored
+    results = tuple(_results_of(variant) for variant in report.variants)
+    variants, verdict, because = judge_all(gate, baseline_name=report.baseline, variants=results)
+    return report.model_copy(
+        update={
+            "variants": variants,
+            "verdict": "error" if report.interrupted else verdict,
+            "because": because,
+            "resolved_recipe": {
+                **report.resolved_recipe,
+                "gate": [rule.model_dump(mode="json") for rule in gate],
+            },
+        }
+    )
+
+
+def _results_of(variant: Any) -> VariantResults:
+    fields = {name: getattr(variant, name) for name in VariantResults.model_fields if name != "validity"}
+    return VariantResults(**fields)
+
+
+def track_run(path: Path) -> TrackResult:
+    """Log a stored run to MLflow; the same run twice is logged once."""
+    report = load_report(path)
+    return track_report(report, folder=path if path.is_dir() else path.parent)
+
+
+# --- kinds, doctor ---------------------------------------------------------------------------------------
+
+
+def kinds_table(*, as_json: bool) -> str:
+    """Every plugin with its fields, their types and defaults."""
+    schemas = {
+        family: {
+            kind.model_fields["kind"].default: kind.model_json_schema() for kind in plugin_classes(package)
+        }
+        for family, package in PLUGIN_PACKAGES.items()
+    }
+    if as_json:
+        return json.dumps(schemas, indent=2)
+    lines = []
+    for family, kinds in schemas.items():
+        for name, schema in kinds.items():
+            lines.append(f"{family} {name}: {schema.get('description', '').splitlines()[0]}")
+            lines += [
+                f"    {field}: {_field_text(field, schema)}"
+                for field in schema["properties"]
+                if field != "kind"
+            ]
+    return "\n".join(lines)
+
+
+def _field_text(field: str, schema: dict[str, Any]) -> str:
+    described = schema["properties"][field]
+    options = (
+        described.get("enum") or [described["const"]] if "const" in described or "enum" in described else None
+    )
+    if options is None and "anyOf" in described:
+        options = [option.get("type", "object") for option in described["anyOf"]]
+    kind = " | ".join(str(option) for option in options) if options else described.get("type", "object")
+    if field in schema.get("required", ()):
+        return f"{kind} (must be given)"
+    return f"{kind} = {json.dumps(described.get('default'))}"
+
+
+class Examination(Value):
+    """`doctor --json`."""
+
+    device: Device
+    measured: DeviceSpeed
+    packages: dict[str, str | None]
+    store: str
+    disk_free_bytes: int
+    data_sheet_names: tuple[str, ...]
+
+
+def examine(*, as_json: bool, stream: TextIO) -> str:
+    """What this machine is, measured now."""
+    device = detect()
+    stream.write("measuring memory bandwidth and FLOP/s …\n")
+    store = store_from_environment()
+    store.prepare()
+    request = DeviceSpeedRequest(device=device.kind, dtypes=("float32", "bfloat16", "float16"))
+    measured = run_stage(
+        "device-speed", request, DeviceSpeed, log=store.root / "doctor.log", progress=lambda _: None
+    )
+    found = Examination(
+        device=device,
+        measured=measured,
+        packages=collect(repository=Path.cwd())["packages"],
+        store=str(store.root),
+        disk_free_bytes=shutil.disk_usage(store.root).free,
+        data_sheet_names=tuple(sorted(DATA_SHEET)),
+    )
+    return found.to_json() if as_json else _examination_text(found)
+
+
+def _examination_text(found: Examination) -> str:
+    rows = [
+        ("device", f"{found.device.name} ({found.device.kind})"),
+        ("memory", f"{found.device.memory_bytes / 1e9:.1f} GB"),
+        ("read bandwidth, measured", f"{found.measured.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s"),
+        *(
+            (f"matrix product, {name}", f"{flops / 1e9:.1f} GFLOP/s")
+            for name, flops in found.measured.matmul_flops_per_s.items()
+        ),
+        *((f"package {name}", version or "missing") for name, version in found.packages.items()),
+        ("store", found.store),
+        ("disk free", f"{found.disk_free_bytes / 1e9:.1f} GB"),
+        ("names for --hardware", ", ".join(["host", *found.data_sheet_names])),
+    ]
+    return text_table(("what", "found"), rows)

@@ -1,0 +1,182 @@
+"""What makes a measurement usable and two measurements comparable. Pure.
+
+A gate must not compare what wasn't measured, what can't be true, or what was measured under other conditions.
+These functions hand out comparable pairs or raise `UnmeasuredError`, whose message a rule reports as it is.
+
+>>> from pipeline.results import Sample
+>>> pair_samples("piqa", (Sample(doc_hash="a", metrics={}),), ())
+Traceback (most recent call last):
+    ...
+pipeline.comparison.UnmeasuredError: piqa: 1 vs 0 documents (baseline vs candidate)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from pipeline.results import (
+    MemoryResult,
+    QualityResult,
+    Sample,
+    SpeedResult,
+    SpeedRow,
+    TaskResult,
+    VariantResults,
+)
+from pipeline.values import Value
+
+LARGEST_BANDWIDTH_SHARE = 1.05
+"""Weights can't be read faster than memory delivers; 5 % is the error of the bandwidth measurement."""
+
+SAME_FOR_QUALITY = (
+    "engine",
+    "device",
+    "compute_dtype",
+    "batch_size",
+    "seed",
+    "limit",
+    "chat_template_hash",
+    "tokenizer_hash",
+    "adds_bos_token",
+    "harness_version",
+)
+SAME_FOR_TASK = ("output_type", "task_version", "task_hash", "num_fewshot", "prompts_hash", "data_hash")
+
+
+class UnmeasuredError(Exception):
+    """A measurement is missing, void, implausible or not comparable; the message is one sentence."""
+
+
+# --- speed and memory -----------------------------------------------------------------------------------
+
+
+def speed_of(variant: VariantResults) -> SpeedResult:
+    """The variant's speed result, or UnmeasuredError."""
+    if variant.speed is None:
+        raise UnmeasuredError(f"{variant.name}: the speed stage gave no result")
+    return variant.speed
+
+
+def usable_row(variant: VariantResults, batch_size: int) -> SpeedRow:
+    """The measured, plausible speed row of `batch_size`, or UnmeasuredError saying why there is none."""
+    where = f"{variant.name} at batch size {batch_size}"
+    row = speed_of(variant).row(batch_size)
+    if row is None:
+        sizes = ", ".join(str(row.batch_size) for row in speed_of(variant).rows) or "none"
+        raise UnmeasuredError(f"{where}: not among the measured batch sizes ({sizes})")
+    if row.outcome != "measured":
+        reason = f": {row.because}" if row.because else ""
+        raise UnmeasuredError(f"{where}: {row.outcome.replace('_', ' ')}{reason}")
+    if row.bandwidth_share is not None and row.bandwidth_share > LARGEST_BANDWIDTH_SHARE:
+        raise UnmeasuredError(
+            f"{where}: implausible, {row.bandwidth_share:.2f} times the measured memory bandwidth"
+        )
+    if row.ttft_s is not None and min(row.ttft_s.median, *row.ttft_s.samples) <= 0:
+        raise UnmeasuredError(f"{where}: implausible, a time to first token of {row.ttft_s.median} s")
+    return row
+
+
+def usable_number(value: float | None, what: str) -> float:
+    """`value` when it is a finite number above zero; UnmeasuredError otherwise."""
+    if value is None:
+        raise UnmeasuredError(f"{what} was not measured")
+    if not math.isfinite(value) or value <= 0:
+        raise UnmeasuredError(f"{what} is {value}: implausible")
+    return value
+
+
+def memory_of(variant: VariantResults) -> MemoryResult:
+    """The variant's memory result, or UnmeasuredError."""
+    memory = variant.memory or (variant.speed.memory if variant.speed else None)
+    if memory is None:
+        raise UnmeasuredError(f"{variant.name}: memory was not measured")
+    return memory
+
+
+# --- quality --------------------------------------------------------------------------------------------
+
+
+def comparable_quality(
+    baseline: VariantResults, candidate: VariantResults
+) -> tuple[QualityResult, QualityResult]:
+    """Both quality results when they were made under the same conditions; UnmeasuredError otherwise."""
+    for variant in (baseline, candidate):
+        if variant.quality is None:
+            raise UnmeasuredError(f"{variant.name}: the quality stage gave no result")
+        if not variant.quality.logits_finite:
+            raise UnmeasuredError(f"{variant.name}: the model's logits are not finite")
+    assert baseline.quality is not None
+    assert candidate.quality is not None
+    _refuse_differences("quality", baseline.quality, candidate.quality, SAME_FOR_QUALITY)
+    return baseline.quality, candidate.quality
+
+
+def comparable_task(
+    task: str, baseline: QualityResult, candidate: QualityResult
+) -> tuple[TaskResult, TaskResult, tuple[tuple[Sample, Sample], ...]]:
+    """One task of both arms with its samples paired by document; UnmeasuredError otherwise."""
+    for arm, quality in (("baseline", baseline), ("candidate", candidate)):
+        if task not in quality.tasks:
+            known = ", ".join(sorted(quality.tasks)) or "none"
+            raise UnmeasuredError(f"{task}: no result of the {arm}; it has {known}")
+    before, after = baseline.tasks[task], candidate.tasks[task]
+    for arm, result in (("baseline", before), ("candidate", after)):
+        if result.documents != len(result.samples):
+            raise UnmeasuredError(
+                f"{task}: the {arm} counts {result.documents} documents but holds "
+                f"{len(result.samples)} samples"
+            )
+    pairs = pair_samples(task, before.samples, after.samples)
+    _refuse_differences(task, before, after, SAME_FOR_TASK)
+    if not pairs:
+        raise UnmeasuredError(f"{task}: no documents")
+    return before, after, pairs
+
+
+def pair_samples(
+    task: str, baseline: Sequence[Sample], candidate: Sequence[Sample]
+) -> tuple[tuple[Sample, Sample], ...]:
+    """Join by document hash, whatever the order; documents that occur n times are paired n times.
+
+    Raises UnmeasuredError unless both sides hold the same documents.
+    """
+    if len(baseline) != len(candidate):
+        raise UnmeasuredError(
+            f"{task}: {len(baseline)} vs {len(candidate)} documents (baseline vs candidate)"
+        )
+    counts = Counter(sample.doc_hash for sample in baseline)
+    counts.subtract(sample.doc_hash for sample in candidate)
+    strangers = sum(count for count in counts.values() if count > 0)
+    if strangers:
+        raise UnmeasuredError(f"{task}: {strangers} of {len(baseline)} documents differ (by hash)")
+    by_hash: dict[str, list[Sample]] = defaultdict(list)
+    for sample in reversed(candidate):
+        by_hash[sample.doc_hash].append(sample)
+    return tuple((sample, by_hash[sample.doc_hash].pop()) for sample in baseline)
+
+
+def metric_pairs(
+    task: str, metric: str, pairs: Sequence[tuple[Sample, Sample]]
+) -> tuple[tuple[float, float], ...]:
+    """Each document's value of `metric` with baseline and candidate; UnmeasuredError when one is missing."""
+    for arm in (0, 1):
+        absent = sum(metric not in pair[arm].metrics for pair in pairs)
+        if absent:
+            name = ("baseline", "candidate")[arm]
+            raise UnmeasuredError(
+                f"{task}: {absent} of {len(pairs)} documents of the {name} have no {metric}"
+            )
+    return tuple((before.metrics[metric], after.metrics[metric]) for before, after in pairs)
+
+
+def _refuse_differences(what: str, baseline: Value, candidate: Value, fields: Sequence[str]) -> None:
+    """UnmeasuredError naming every field in which the two arms differ."""
+    different = [
+        f"{field} {getattr(baseline, field)!r} vs {getattr(candidate, field)!r}"
+        for field in fields
+        if getattr(baseline, field) != getattr(candidate, field)
+    ]
+    if different:
+        raise UnmeasuredError(f"{what}: not comparable, baseline vs candidate: {'; '.join(different)}")

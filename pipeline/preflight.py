@@ -1,0 +1,166 @@
+"""What must hold before any work begins: packages, device, memory, disk, weights, tasks, data.
+
+ready = preflight(loaded, recipe=recipe, device=device, store=store)
+if ready.problems: raise PrerequisiteError(ready.message("recipes/27b.yaml"))
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from pipeline.engines.transformers import stored_dtype
+from pipeline.footprint import ShapeFacts, cached_shape_facts, kv_bytes, weight_bytes
+from pipeline.hardware import Device, named
+from pipeline.model_source import read_config, source_problems
+from pipeline.plan import budget_bytes, kv_element_bytes
+from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, VariantSpec
+from pipeline.results import Problem
+from pipeline.store import Store
+from pipeline.task_checks import check as check_tasks
+from pipeline.tasks import QualityRequest
+
+DEFAULT_DATA_FOLDER = ".assets/evals"
+
+ComputeType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Facts gathered before a run, and what is missing for it."""
+
+    recipe: ExpandedRecipe
+    device: Device
+    facts: ShapeFacts | None
+    quality: QualityRequest | None
+    problems: tuple[Problem, ...]
+
+    def message(self, recipe: str) -> str:
+        """Every problem with its fix."""
+        count = len(self.problems)
+        head = f"{recipe}: {count} thing{'s are' if count != 1 else ' is'} missing on this machine"
+        return "\n".join(
+            [head, *(f"  - {problem.what}\n    fix: {problem.fix}" for problem in self.problems)]
+        )
+
+    def capacity_budget(self, spec: CapacitySpec) -> tuple[int, str]:
+        """Bytes a variant may use, and who said so."""
+        source = "recipe" if spec.memory_budget_bytes else f"0.9 × memory of {self.device.name}"
+        return budget_bytes(self.recipe, device=self.device), source
+
+    def kv_bytes(self, context_tokens: int, *, variant: VariantSpec) -> int | None:
+        """Predicted KV cache of one sequence; None where the architecture's cache isn't known."""
+        if self.facts is None:
+            return None
+        return kv_bytes(self.facts, context_tokens, element_bytes=kv_element_bytes(variant))
+
+    def quality_dtype(self, spec: QualitySpec, *, folder: Path) -> ComputeType:
+        """Arithmetic of the quality stage: the stored 16-bit type on CUDA, FP32 on a CPU (exact, and faster)."""
+        if spec.compute_dtype != "auto":
+            return spec.compute_dtype
+        return "float32" if self.device.kind == "cpu" else cast(ComputeType, stored_dtype(folder))
+
+
+def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, store: Store) -> Preflight:
+    """Look at everything; nothing is loaded, written or downloaded."""
+    architecture = read_config(loaded)
+    facts = None
+    if architecture is not None:
+        facts = cached_shape_facts(
+            architecture.config, cache_folder=store.root / "shapes", source=architecture.source
+        )
+    request = quality_request(loaded, recipe)
+    problems = [
+        *_hardware_problems(recipe, device),
+        *_plugin_problems(recipe, device),
+        *source_problems(loaded),
+        *(_size_problems(recipe, device, facts, store=store) if facts else ()),
+        *(_quality_problems(loaded, request) if request else ()),
+    ]
+    return Preflight(
+        recipe=recipe,
+        device=device,
+        facts=facts,
+        quality=request,
+        problems=tuple({problem.what: problem for problem in problems}.values()),
+    )
+
+
+def quality_request(loaded: LoadedRecipe, recipe: ExpandedRecipe) -> QualityRequest | None:
+    """The recipe's quality section with absolute folders."""
+    spec = recipe.quality
+    if spec is None:
+        return None
+    data = loaded.resolve(spec.data_folder) if spec.data_folder else Path(DEFAULT_DATA_FOLDER).resolve()
+    return QualityRequest(
+        tasks=spec.tasks,
+        task_folders=tuple(str(loaded.resolve(folder)) for folder in spec.task_folders),
+        data_folder=str(data),
+        limit=spec.limit,
+        seed=spec.seed,
+        batch_size=spec.batch_size,
+        num_fewshot=spec.num_fewshot,
+        apply_chat_template=spec.apply_chat_template,
+        max_length_tokens=spec.max_length_tokens,
+        confirm_unsafe_code=spec.confirm_unsafe_code,
+    )
+
+
+def _hardware_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
+    if recipe.hardware == "host":
+        return
+    wanted = named(recipe.hardware)
+    if wanted.kind != device.kind:
+        yield Problem(
+            what=f"the recipe is for {wanted.name} ({wanted.memory_bytes / 1e9:.0f} GB, {wanted.kind}); "
+            f"this machine has {device.name} ({device.kind})",
+            fix=f"run it on a machine with {wanted.name}, or set `hardware: host` for a model that fits here",
+        )
+
+
+def _plugin_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
+    for variant in recipe.variants:
+        yield from variant.quantizer.check(device=device.kind)
+        if variant.engine:
+            yield from variant.engine.check(device=device.kind)
+
+
+def _size_problems(
+    recipe: ExpandedRecipe, device: Device, facts: ShapeFacts, *, store: Store
+) -> Iterator[Problem]:
+    on_disk = 0
+    tokens = recipe.workload.prompt_tokens + recipe.workload.new_tokens
+    for variant in recipe.variants:
+        weights = weight_bytes(facts, quantizer=variant.quantizer)
+        on_disk += weights.on_disk
+        cache = kv_bytes(facts, tokens, element_bytes=kv_element_bytes(variant)) or 0
+        if weights.resident + cache > device.memory_bytes:
+            yield Problem(
+                what=f"{variant.name} needs {weights.resident / 1e9:.1f} GB for weights and {cache / 1e9:.1f} GB for "
+                f"one sequence; {device.name} has {device.memory_bytes / 1e9:.1f} GB",
+                fix="use a device with more memory, fewer bits, or a smaller model",
+            )
+    free = shutil.disk_usage(store.root if store.root.exists() else Path.cwd()).free
+    if on_disk > free:
+        yield Problem(
+            what=f"the checkpoints need {on_disk / 1e9:.1f} GB of disk; {store.root} has {free / 1e9:.1f} GB free",
+            fix="free space, or name a folder on a larger disk in PIPELINE_STORE",
+        )
+    limit = facts.context_tokens
+    longest = max(tokens, recipe.capacity.context_tokens if recipe.capacity else 0)
+    if limit is not None and longest > limit:
+        yield Problem(
+            what=f"{longest} tokens are longer than the model's limit of {limit}",
+            fix="shorten workload.prompt_tokens or capacity.context_tokens",
+        )
+
+
+def _quality_problems(loaded: LoadedRecipe, request: QualityRequest) -> tuple[Problem, ...]:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    model = loaded.recipe.model
+    tokenizer = loaded.resolve(model.id) if model.is_local else None
+    return check_tasks(request, offline=offline, tokenizer_folder=tokenizer)

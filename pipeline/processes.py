@@ -1,0 +1,141 @@
+"""The parent's side of `worker`: start a stage in a fresh process, hear its progress, take its result.
+
+    manifest = run_stage("quantize", request, CheckpointManifest, log=log, progress=print)
+
+The parent blocks on the worker's pipe, so that it sleeps while the worker is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pipeline.alternation import TurnResult
+from pipeline.errors import StageError
+from pipeline.stages import SpeedOpened, SpeedRequest
+from pipeline.values import Value
+
+AnyValue = TypeVar("AnyValue", bound=Value)
+Progress = Callable[[str], None]
+
+
+class WorkerError(StageError):
+    """A worker gave no result; `reason` says whether memory ran out."""
+
+    def __init__(self, message: str, *, reason: Literal["failed", "out_of_memory"]) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Worker:
+    """A running worker process; use it in a `with` block, which ends the process in every case."""
+
+    def __init__(self, stage: str, request: Value, *, log: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pipeline-worker-")
+        self.result_path = Path(self._folder.name) / "result.json"
+        request_path = Path(self._folder.name) / "request.json"
+        request_path.write_text(request.to_json(), encoding="utf-8")
+        self._log = log
+        with log.open("a", encoding="utf-8") as log_file:
+            log_file.write(f"=== {stage}\n")
+            log_file.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.worker", stage, str(request_path), str(self.result_path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                text=True,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
+        self._folder.cleanup()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """One line to the worker; a worker that has died shows at the next `wait_for`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def wait_for(self, event: str, *, progress: Progress) -> dict[str, Any]:
+        """The next message of that kind; progress is passed on. Raises WorkerError when the worker ends first."""
+        assert self._process.stdout is not None
+        failure: dict[str, Any] = {}
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if message["event"] == event:
+                return dict(message)
+            if message["event"] == "progress":
+                progress(message["text"])
+            elif message["event"] == "failure":
+                failure = message
+        status = self._process.wait()
+        if event == "end" and status == 0:
+            return {}
+        raise self._failed(failure, status)
+
+    def _failed(self, failure: dict[str, Any], status: int) -> WorkerError:
+        if failure:
+            return WorkerError(failure["message"], reason=failure["reason"])
+        if status == -signal.SIGKILL:
+            message = "the process was killed (signal 9): most likely the system ran out of memory"
+            return WorkerError(message, reason="out_of_memory")
+        what = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return WorkerError(f"the process ended {what}; see {self._log}", reason="failed")
+
+
+def run_stage(stage: str, request: Value, kind: type[AnyValue], *, log: Path, progress: Progress) -> AnyValue:
+    """Run a stage to its end in a fresh process. Raises WorkerError with the worker's own reason."""
+    with Worker(stage, request, log=log) as worker:
+        worker.wait_for("end", progress=progress)
+        return kind.model_validate_json(worker.result_path.read_bytes())
+
+
+class WorkerTurn(Worker):
+    """A variant loaded in its own process, run when it has the turn; see `alternation.Turn`."""
+
+    def __init__(self, request: SpeedRequest, *, log: Path, progress: Progress) -> None:
+        super().__init__("speed", request, log=log)
+        try:
+            message = self.wait_for("opened", progress=progress)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.opened = SpeedOpened.model_validate_json(json.dumps(message["opened"]))
+
+    def run(self, *, batch_size: int, seed: int) -> TurnResult:
+        """One generation; a worker that dies gives a failed result."""
+        self.send({"batch_size": batch_size, "seed": seed})
+        try:
+            message = self.wait_for("turn", progress=lambda _: None)
+        except WorkerError as error:
+            return TurnResult(outcome=error.reason, because=str(error))
+        return TurnResult.model_validate_json(json.dumps(message["turn"]))
+
+
+def _environment() -> dict[str, str]:
+    """The worker finds this package wherever the parent was started, and nothing is sent to stdout late."""
+    package_root = str(Path(__file__).resolve().parent.parent)
+    path = os.environ.get("PYTHONPATH")
+    joined = f"{package_root}{os.pathsep}{path}" if path else package_root
+    return {**os.environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}

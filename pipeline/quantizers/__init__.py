@@ -1,0 +1,1 @@
+"""One file per quantizer; see `base` for the contract."""

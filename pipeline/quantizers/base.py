@@ -1,0 +1,93 @@
+"""The contract of a quantizer: a frozen value that turns a folder of safetensors into another one.
+
+A new quantizer is one file `KIND.py` in this package with one subclass; nothing else has to be edited.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pipeline.results import Problem
+from pipeline.tensorfile import BITS
+from pipeline.values import Value
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StoredWeight(Value):
+    """How one weight matrix lies in a checkpoint file, read from tensor names, dtypes and shapes only."""
+
+    name: str
+    elements: int
+    stored_bytes: int
+    quantized: bool
+    group_size: int | None = None
+
+    @classmethod
+    def plain(cls, name: str, dtype: str, shape: tuple[int, ...]) -> StoredWeight:
+        """A tensor that is a weight as it is, not quantized."""
+        elements = math.prod(shape)
+        return cls(name=name, elements=elements, stored_bytes=elements * BITS[dtype] // 8, quantized=False)
+
+
+class Quantizer(Value, ABC):
+    """A way to store a model's weights; also knows how to load and to recognise what it wrote."""
+
+    kind: str
+    minimum_coverage: ClassVar[float] = 0.95
+    """Share of block weights that must be quantized for the label to be earned."""
+
+    @property
+    @abstractmethod
+    def precision(self) -> str:
+        """Label of the result: fp32, fp16, bf16, int8, int4, fp8, fp4."""
+
+    @classmethod
+    @abstractmethod
+    def default_for(cls, precision: str, *, device: str) -> Quantizer | None:
+        """The value that a recipe's short form `precision` means on `device` ("cpu" or "cuda"), or None.
+
+        At most one kind answers for each pair.
+        """
+
+    @abstractmethod
+    def check(self, *, device: str) -> tuple[Problem, ...]:
+        """What is missing to quantize and load on `device`. Imports nothing heavy, takes milliseconds."""
+
+    @abstractmethod
+    def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:
+        """Write the quantized checkpoint (config, tokenizer, safetensors) into the empty folder `out`.
+
+        Returns notes worth keeping. Raises StageError when a weight can't be represented (non-finite
+        values, overflow, unsupported shapes), naming the layer.
+        """
+
+    @abstractmethod
+    def load(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
+        """The model of a folder written by `quantize`, in eval mode on `device`.
+
+        `compute_dtype` ("float32", "float16", "bfloat16") is the type of activations and of whatever the
+        quantizer left unquantized.
+        """
+
+    @abstractmethod
+    def predicted_bytes(self, out_features: int, in_features: int) -> int:
+        """Bytes of one quantized linear weight with scales, zero-points and codebooks."""
+
+    @property
+    @abstractmethod
+    def other_bytes_per_weight(self) -> float:
+        """Bytes of each weight that stays unquantized (embedding, norms, an unquantized head)."""
+
+    @abstractmethod
+    def stored_weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[StoredWeight, ...]:
+        """Interpret a file's tensors (name → safetensors dtype and shape); one entry per logical weight."""
+
+    def manifest_block(self) -> dict[str, Any]:
+        """The quantizer as the manifest keeps it."""
+        return self.model_dump(mode="json")

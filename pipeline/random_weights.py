@@ -1,0 +1,139 @@
+"""A checkpoint of the right shape with random weights, made from a config without any download.
+
+Speed, memory and capacity don't depend on what the weights are worth. Modules are drawn one at a time by
+transformers' own initialisation and written shard by shard, so that a model larger than memory can be made.
+
+    write_random_checkpoint(config, out=Path("out"), seed=0, shard_bytes=2_000_000_000, progress=print)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipeline.errors import PrerequisiteError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Written(NamedTuple):
+    """Files of a new checkpoint, and how many parameters they hold (tied ones once)."""
+
+    files: tuple[str, ...]
+    parameters: int
+
+
+def write_random_checkpoint(
+    config: dict[str, Any], *, out: Path, seed: int, shard_bytes: int, progress: Callable[[str], None]
+) -> Written:
+    """Write config.json, safetensors shards and their index into `out`; 16-bit unless the config says else.
+
+    Raises PrerequisiteError when this version of transformers doesn't know the architecture.
+    """
+    import torch
+
+    model = _meta_model(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    torch.manual_seed(seed)
+    writer = _ShardWriter(out, shard_bytes=shard_bytes)
+    done = 0
+    for name, tensor in _initialised(model):
+        writer.add(name, tensor)
+        done += tensor.numel()
+        progress(f"random weights: {100 * done // total} %")
+    files = writer.finish()
+    model.config.save_pretrained(out)
+    return Written(files=files, parameters=total)
+
+
+def _meta_model(config: dict[str, Any]) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        parsed = AutoConfig.for_model(config["model_type"], **fields)
+    except (KeyError, ValueError) as error:
+        raise PrerequisiteError(f"transformers can't build this architecture: {error}") from None
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
+    parsed.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def _initialised(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every stored tensor once, tied ones under their first name; each module is freed after its turn."""
+    import torch
+
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        own = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) not in seen
+        }
+        if not own:
+            continue
+        seen.update(id(parameter) for parameter in own.values())
+        for name, parameter in own.items():
+            drawn = torch.nn.Parameter(
+                torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False
+            )
+            module.register_parameter(name, drawn)
+        with torch.no_grad():
+            model._init_weights(module)
+        for name, parameter in own.items():
+            yield f"{prefix}.{name}", getattr(module, name).detach()
+            module.register_parameter(name, parameter)
+
+
+class _ShardWriter:
+    """Collects tensors and writes a shard whenever it is full."""
+
+    def __init__(self, out: Path, *, shard_bytes: int) -> None:
+        self._out = out
+        self._shard_bytes = shard_bytes
+        self._held: dict[str, torch.Tensor] = {}
+        self._held_bytes = 0
+        self._total_bytes = 0
+        self._places: dict[str, int] = {}
+        self._shards = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._held and self._held_bytes + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._held[name] = tensor.contiguous()
+        self._held_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._held, self._out / f"shard-{self._shards}.safetensors", metadata={"format": "pt"})
+        self._places.update(dict.fromkeys(self._held, self._shards))
+        self._shards += 1
+        self._held, self._held_bytes = {}, 0
+
+    def finish(self) -> tuple[str, ...]:
+        """Write what is left, give the shards their usual names, write the index."""
+        self._flush()
+        names = [
+            "model.safetensors" if self._shards == 1 else f"model-{i + 1:05}-of-{self._shards:05}.safetensors"
+            for i in range(self._shards)
+        ]
+        for number, name in enumerate(names):
+            (self._out / f"shard-{number}.safetensors").rename(self._out / name)
+        if self._shards > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": {name: names[shard] for name, shard in self._places.items()},
+            }
+            (self._out / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2), encoding="utf-8"
+            )
+        return tuple(names)

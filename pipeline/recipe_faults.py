@@ -1,0 +1,263 @@
+"""What is wrong with a recipe's data, said for people: schema errors and contradictions between sections.
+
+The schema's errors come from pydantic; this module gives them the line, the dotted path as it stands in the
+file, the nearest allowed name and the allowed values. Contradictions are looked for in the raw data, so that
+they are reported together with schema errors.
+
+    faults = cross_faults(document, data, precisions=("fp16", "int8"))
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.plugins import plugin_classes
+from pipeline.yaml_document import Document, Fault, KeyPath
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """`; did you mean 'x'? allowed: x, y` for messages; the first part only when something is near."""
+    close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.55)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    listed = ", ".join(dict.fromkeys(allowed))
+    return f"{hint} (allowed: {listed})" if hint else f"; allowed: {listed}" if allowed else ""
+
+
+# --- schema errors ---------------------------------------------------------------------------------------
+
+
+def schema_faults(
+    error: ValidationError, document: Document, data: dict[str, Any], *, schema: dict[str, Any]
+) -> list[Fault]:
+    """One fault for each of pydantic's errors."""
+    faults = []
+    for item in error.errors(include_url=False):
+        path = _path_in_file(item["loc"], data)
+        message = _message(item, path, schema=schema, data=data)
+        faults.append(Fault(path, document.line(path), message))
+    return faults
+
+
+def _path_in_file(location: tuple[int | str, ...], data: Any) -> KeyPath:
+    """The path without the union tags that pydantic puts in (`quantizer.quanto.weights`)."""
+    path: list[int | str] = []
+    here: Any = data
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        if (isinstance(here, dict) and part in here) or (
+            isinstance(here, list) and isinstance(part, int) and part < len(here)
+        ):
+            here = here[part]  # type: ignore[index]
+        elif not last or (isinstance(here, dict) and here.get("kind") == part) or not isinstance(here, dict):
+            continue  # a tag of a union, not a key of the file
+        path.append(part)
+    return tuple(path)
+
+
+def _message(item: Any, path: KeyPath, *, schema: dict[str, Any], data: dict[str, Any]) -> str:
+    kind, context = item["type"], item.get("ctx", {})
+    shown = repr(item["input"])
+    shown = shown if len(shown) <= 60 else shown[:57] + "…"
+    if kind == "extra_forbidden":
+        allowed = _allowed_keys(path[:-1], schema=schema, data=data)
+        return f"unknown key{nearest(str(path[-1]), allowed)}"
+    if kind == "missing":
+        return "is missing; it must be given"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _kind_message(item, context)
+    if kind in ("literal_error", "enum"):
+        allowed = re.findall(r"'([^']*)'", context.get("expected", ""))
+        return f"{shown} is not allowed{nearest(str(item['input']), allowed)}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "tuple_type":
+        return f"expected a list, found {shown}; write [{item['input']}]"
+    if kind == "string_type":
+        return f"expected text, found {shown}; put it in quotes"
+    if kind == "string_pattern_mismatch":
+        return f"{shown} may hold letters, digits, '_', '.' and '-' only, and starts with a letter or digit"
+    return f"{item['msg'].replace('Input should be', 'should be')}; found {shown}"
+
+
+def _kind_message(item: Any, context: dict[str, Any]) -> str:
+    allowed = re.findall(r"'([^']*)'", context.get("expected_tags", ""))
+    if item["type"] == "union_tag_not_found":
+        return "the key 'kind' is missing; see `python -m pipeline kinds`"
+    return f"unknown kind {context['tag']!r}{nearest(context['tag'], allowed)}"
+
+
+def _allowed_keys(path: KeyPath, *, schema: dict[str, Any], data: Any) -> list[str]:
+    node: dict[str, Any] = schema
+    here: Any = data
+    for part in path:
+        node = _object_schema(node, here, schema)
+        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
+        here = here[part]
+    return sorted(_object_schema(node, here, schema).get("properties", {}))
+
+
+def _object_schema(node: dict[str, Any], here: Any, schema: dict[str, Any]) -> dict[str, Any]:
+    """Follow references, and the alternative of a union that `kind` or the type of `here` chooses."""
+    if "$ref" in node:
+        return _object_schema(schema["$defs"][node["$ref"].rsplit("/", 1)[1]], here, schema)
+    mapping = node.get("discriminator", {}).get("mapping")
+    if mapping and isinstance(here, dict) and here.get("kind") in mapping:
+        return _object_schema({"$ref": mapping[here["kind"]]}, here, schema)
+    wanted = "array" if isinstance(here, list) else "object"
+    for option in node.get("anyOf", node.get("oneOf", ())):
+        found = _object_schema(option, here, schema)
+        if found.get("type") == wanted:
+            return found
+    return node
+
+
+# --- contradictions between sections ---------------------------------------------------------------------
+
+
+def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequence[str]) -> list[Fault]:
+    """Contradictions that no single field shows. Parts of the wrong shape are left to the schema."""
+    found = [
+        *_environment_faults(data, ()),
+        *_precision_faults(data, precisions),
+        *_variant_faults(data, precisions),
+        *_gate_faults(data),
+        *_random_weight_faults(data),
+        *_length_faults(data),
+    ]
+    return [Fault(path, document.line(path), message) for path, message in found]
+
+
+Found = Iterator[tuple[KeyPath, str]]
+
+
+def _environment_faults(node: Any, path: KeyPath) -> Found:
+    if isinstance(node, str) and (match := re.search(r"\$\{(\w*)\}", node)):
+        yield path, f"environment variables are not expanded in a recipe (${{{match[1]}}}); write the value"
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield from _environment_faults(value, (*path, key))
+
+
+def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
+    named = data.get("precisions")
+    if not isinstance(named, list):
+        return
+    lowered = []
+    for index, name in enumerate(named):
+        if not isinstance(name, str) or name.lower() not in known:
+            yield ("precisions", index), f"{name!r} is not a precision{nearest(str(name), known)}"
+        elif name.lower() in lowered:
+            yield ("precisions", index), f"{name!r} stands twice"
+        lowered.append(str(name).lower())
+    if not {"fp16", "bf16"} & set(lowered):
+        yield ("precisions",), "a 16-bit baseline is needed: add fp16 or bf16"
+    baseline = data.get("baseline")
+    if isinstance(baseline, str) and baseline not in lowered:
+        yield ("baseline",), f"{baseline!r} is not among the precisions{nearest(baseline, lowered)}"
+    if isinstance(baseline, str) and baseline in lowered and baseline not in ("fp16", "bf16"):
+        yield (
+            ("baseline",),
+            f"{baseline!r} can't be the baseline: an ordinary 16-bit variant is needed (fp16, bf16)",
+        )
+
+
+def _variant_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
+    variants = [v for v in _dicts(data.get("variants")) if isinstance(v[1].get("name"), str)]
+    names: list[str] = []
+    sixteen_bit = []
+    for index, variant in variants:
+        if variant["name"] in names:
+            yield ("variants", index, "name"), f"{variant['name']!r} is the name of an earlier variant"
+        names.append(variant["name"])
+        quantizer = variant.get("quantizer")
+        if (
+            isinstance(quantizer, dict)
+            and quantizer.get("kind") == "native"
+            and quantizer.get("dtype") in ("fp16", "bf16")
+        ):
+            sixteen_bit.append(variant["name"])
+        if quantizer is None and variant["name"].lower() in known:
+            yield (
+                ("variants", index),
+                f"{variant['name']!r} needs a quantizer; see `python -m pipeline kinds`",
+            )
+    if not variants:
+        return
+    baseline = data.get("baseline")
+    if baseline is None and not sixteen_bit:
+        yield ("variants",), "a 16-bit baseline is needed: add {name: fp16}"
+    elif isinstance(baseline, str) and baseline not in names:
+        yield ("baseline",), f"{baseline!r} is not a variant{nearest(baseline, names)}"
+    elif isinstance(baseline, str) and baseline not in sixteen_bit:
+        yield (
+            ("baseline",),
+            f"{baseline!r} can't be the baseline: an ordinary 16-bit variant is needed (native fp16, bf16)",
+        )
+    if len(names) == 1:
+        yield ("variants",), "a candidate is needed beside the baseline"
+    base = baseline or (sixteen_bit[0] if sixteen_bit else None)
+    candidates = [variant for _, variant in variants if variant["name"] != base]
+    if candidates and all(variant.get("required") is False for variant in candidates):
+        yield ("variants",), "no candidate is required, so no verdict is possible; set required: true on one"
+
+
+def _gate_faults(data: dict[str, Any]) -> Found:
+    rules = {rule.model_fields["kind"].default: rule for rule in plugin_classes("pipeline.rules")}
+    speed = data.get("speed")
+    batch_sizes = speed.get("batch_sizes", [1]) if isinstance(speed, dict) else None
+    quality = data.get("quality")
+    tasks = quality.get("tasks") if isinstance(quality, dict) else None
+    for index, rule in _dicts(data.get("gate")):
+        kind = rules.get(rule.get("kind", ""))
+        if kind is None:
+            continue  # the schema says so
+        for section in sorted(kind.needs):
+            if data.get(section) is None:
+                yield (
+                    ("gate", index),
+                    f"{rule['kind']} needs the section {section!r}, which the recipe doesn't have",
+                )
+        wanted = rule.get("batch_size", 1)
+        if "batch_size" in kind.model_fields and isinstance(batch_sizes, list) and wanted not in batch_sizes:
+            yield ("gate", index), f"batch size {wanted} is not measured; speed.batch_sizes: {batch_sizes}"
+        known = tasks if isinstance(tasks, list) else []
+        for place, task in enumerate(rule.get("tasks") or ()):
+            if known and task not in known:
+                yield (
+                    ("gate", index, "tasks", place),
+                    f"{task!r} is not among quality.tasks{nearest(str(task), known)}",
+                )
+
+
+def _random_weight_faults(data: dict[str, Any]) -> Found:
+    model = data.get("model")
+    if not isinstance(model, dict) or model.get("weights") != "random":
+        return
+    if data.get("quality") is not None:
+        yield (
+            ("quality",),
+            "random weights have no quality to measure; remove the section or use trained weights",
+        )
+    if model.get("config") is None and not str(model.get("id", "")).startswith((".", "/", "~")):
+        yield ("model", "config"), "random weights need the architecture: name a transformers config.json"
+
+
+def _length_faults(data: dict[str, Any]) -> Found:
+    capacity, workload = data.get("capacity"), data.get("workload")
+    context = capacity.get("context_tokens") if isinstance(capacity, dict) else None
+    new = workload.get("new_tokens", 64) if isinstance(workload, dict) else 64
+    if isinstance(context, int) and isinstance(new, int) and not isinstance(context, bool) and context <= new:
+        message = f"{context} tokens hold no prompt beside workload.new_tokens: {new}; make it larger"
+        yield ("capacity", "context_tokens"), message
+
+
+def _dicts(items: Any) -> list[tuple[int, dict[str, Any]]]:
+    if not isinstance(items, list):
+        return []
+    return [(index, item) for index, item in enumerate(items) if isinstance(item, dict)]

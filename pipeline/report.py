@@ -1,0 +1,274 @@
+"""From results to what people and programs read: `report.json`, `report.md`, the table on the terminal.
+
+report = make_report(loaded, recipe=expanded, variants=results, ...)
+print(comparison_table(report))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.gate import judge_all
+from pipeline.recipe import ExpandedRecipe, LoadedRecipe
+from pipeline.results import DeviceSpeed, Report, SpeedRow, VariantReport, VariantResults
+from pipeline.text_table import markdown_table, text_table
+
+_MARK = {"pass": "ok", "fail": "FAIL", "inconclusive": "undecided", "missing": "MISSING"}
+
+
+def make_report(
+    loaded: LoadedRecipe,
+    *,
+    recipe: ExpandedRecipe,
+    variants: tuple[VariantResults, ...],
+    device: DeviceSpeed | None,
+    provenance: dict[str, Any],
+    started_at: str,
+    seconds: float,
+    interrupted: bool,
+) -> Report:
+    """Judge the variants by the recipe's gate. An interrupted run's verdict is never better than error."""
+    reports, verdict, because = judge_all(recipe.gate, baseline_name=recipe.baseline, variants=variants)
+    return Report(
+        recipe=str(loaded.path),
+        recipe_digest=loaded.recipe.digest(),
+        resolved_recipe=recipe.model_dump(mode="json"),
+        started_at=started_at,
+        seconds=seconds,
+        provenance=provenance,
+        device=device,
+        baseline=recipe.baseline,
+        verdict="error" if interrupted else verdict,
+        because=("the run was interrupted", *because) if interrupted else because,
+        variants=reports,
+        interrupted=interrupted,
+    )
+
+
+# --- the comparison --------------------------------------------------------------------------------------
+
+
+def _rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Header and one row a variant: the triple speed, memory, quality beside the baseline."""
+    baseline = report.variant(report.baseline)
+    tasks = list(
+        dict.fromkeys(
+            task for variant in report.variants if variant.quality for task in variant.quality.tasks
+        )
+    )
+    sizes = list(
+        dict.fromkeys(
+            row.batch_size for variant in report.variants if variant.speed for row in variant.speed.rows
+        )
+    )
+    header = ["variant", "verdict", "weights MB", "×", "bits/w", "TTFT ms"]
+    header += [f"tok/s b{size}" for size in sizes]
+    header += ["× b1" if sizes[:1] == [1] else "×"] if sizes else []
+    header += ["seqs", *(_task_title(report, task) for task in tasks)]
+    rows = []
+    for variant in report.variants:
+        row = [variant.name + ("" if variant.required else " (optional)"), _verdict_cell(variant, report)]
+        row += _memory_cells(variant, baseline)
+        row += _speed_cells(variant, baseline, sizes)
+        row.append(_number(variant.capacity.measured_sequences if variant.capacity else None, "d"))
+        row += [_score_cell(variant, task) for task in tasks]
+        rows.append(row)
+    return header, rows
+
+
+def _verdict_cell(variant: VariantReport, report: Report) -> str:
+    return "baseline" if variant.name == report.baseline and variant.verdict == "ship" else variant.verdict
+
+
+def _memory_cells(variant: VariantReport, baseline: VariantReport | None) -> list[str]:
+    disk = variant.checkpoint.weight_bytes_on_disk if variant.checkpoint else None
+    held = variant.memory.weight_bytes_resident if variant.memory else disk
+    base = None
+    if baseline:
+        base = baseline.memory.weight_bytes_resident if baseline.memory else None
+        base = base or (baseline.checkpoint.weight_bytes_on_disk if baseline.checkpoint else None)
+    return [
+        _number(held / 1e6 if held else None, ".1f"),
+        _number(held / base if held and base else None, ".2f"),
+        _number(variant.checkpoint.bits_per_weight if variant.checkpoint else None, ".2f"),
+    ]
+
+
+def _speed_cells(variant: VariantReport, baseline: VariantReport | None, sizes: list[int]) -> list[str]:
+    if not sizes:
+        return ["–"]
+    rows = {size: variant.speed.row(size) if variant.speed else None for size in sizes}
+    first = rows[sizes[0]]
+    ttft = first.ttft_s.median * 1e3 if first and first.outcome == "measured" and first.ttft_s else None
+    base = baseline.speed.row(sizes[0]) if baseline and baseline.speed else None
+    ratio = None
+    if first and base and first.decode_tokens_per_s and base.decode_tokens_per_s:
+        ratio = first.decode_tokens_per_s / base.decode_tokens_per_s
+    return [_number(ttft, ".0f"), *(_rate(rows[size]) for size in sizes), _number(ratio, ".2f")]
+
+
+def _rate(row: SpeedRow | None) -> str:
+    if row is None:
+        return "–"
+    if row.outcome != "measured":
+        return {"out_of_memory": "OOM", "void": "void", "failed": "failed"}[row.outcome]
+    return _number(row.decode_tokens_per_s, ".1f") + ("~" if row.noisy else "")
+
+
+def _task_title(report: Report, task: str) -> str:
+    for variant in report.variants:
+        if variant.quality and task in variant.quality.tasks:
+            return f"{task} {variant.quality.tasks[task].primary_metric}"
+    return task
+
+
+def _score_cell(variant: VariantReport, task: str) -> str:
+    result = variant.quality.tasks.get(task) if variant.quality else None
+    if result is None:
+        return "–"
+    metric = result.metrics[result.primary_metric]
+    error = f" ± {metric.stderr:.3f}" if metric.stderr is not None else ""
+    return _number(metric.score, ".3f") + error
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def comparison_table(report: Report) -> str:
+    """The comparison for a terminal, with the gate's findings below it."""
+    header, rows = _rows_of(report)
+    lines = [text_table(header, rows), ""]
+    findings = [
+        (f"{variant.name}: {_rule(finding.rule, finding.subject)}", _MARK[finding.outcome], finding.because)
+        for variant in report.variants
+        for finding in variant.findings
+    ]
+    width = max((len(name) for name, _, _ in findings), default=0)
+    lines += [f"{name.ljust(width)}  {mark.ljust(9)}  {because}" for name, mark, because in findings]
+    lines += [f"{variant.name}: note: {note}" for variant in report.variants for note in variant.validity]
+    lines += [
+        f"{variant.name}: {failure.stage} {failure.reason}: {failure.message}"
+        for variant in report.variants
+        for failure in variant.failures
+    ]
+    lines += (
+        ["~ noisy: spread over the recipe's limit even when measured twice"] if _any_noisy(report) else []
+    )
+    return "\n".join([*lines, "", f"verdict: {report.verdict}"])
+
+
+def _rule(rule: str, subject: str) -> str:
+    return f"{rule} {subject}" if subject else rule
+
+
+def _any_noisy(report: Report) -> bool:
+    return any(row.noisy for variant in report.variants if variant.speed for row in variant.speed.rows)
+
+
+# --- Markdown --------------------------------------------------------------------------------------------
+
+
+def markdown(report: Report) -> str:
+    """The report as Markdown: verdict with its reasons first, then the comparison, findings, provenance."""
+    header, rows = _rows_of(report)
+    parts = [
+        f"# {report.verdict}: {report.resolved_recipe['model']['id']}",
+        "\n".join(f"- {reason}" for reason in report.because),
+        markdown_table(header, rows),
+        "## Findings",
+        markdown_table(
+            ("variant", "rule", "outcome", "observed", "limit", "unit", "because"),
+            [
+                (
+                    variant.name,
+                    _rule(finding.rule, finding.subject),
+                    finding.outcome,
+                    _number(finding.observed, ".4g"),
+                    _number(finding.limit, ".4g"),
+                    finding.unit,
+                    finding.because,
+                )
+                for variant in report.variants
+                for finding in variant.findings
+            ],
+        ),
+    ]
+    notes = [f"- {variant.name}: {note}" for variant in report.variants for note in _notes(variant)]
+    if notes:
+        parts += ["## Notes", "\n".join(notes)]
+    parts += ["## Speed", _speed_markdown(report), "## Provenance", _provenance(report)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _notes(variant: VariantReport) -> list[str]:
+    notes = list(variant.validity)
+    if variant.checkpoint:
+        notes += variant.checkpoint.notes
+    if variant.speed:
+        notes.append(
+            f"{variant.speed.engine}: {variant.speed.execution}, computes in {variant.speed.compute_dtype}"
+        )
+        notes += variant.speed.notes
+        if variant.speed.drift_percent is not None:
+            notes.append(f"baseline repeated at the end: {variant.speed.drift_percent:+.1f} % time a token")
+    if variant.capacity:
+        notes.append(
+            f"capacity: {variant.capacity.measured_sequences} sequences of {variant.capacity.context_tokens} tokens in "
+            f"{variant.capacity.budget_bytes / 1e6:.0f} MB (predicted {variant.capacity.predicted_sequences}): "
+            f"{variant.capacity.because}"
+        )
+    if variant.quality:
+        notes.append(
+            f"quality computed in {variant.quality.compute_dtype} at batch size {variant.quality.batch_size}"
+        )
+        notes += variant.quality.notes
+        notes += [f"{name}: {note}" for name, task in variant.quality.tasks.items() for note in task.notes]
+    return [*notes, *(f"{failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures)]
+
+
+def _speed_markdown(report: Report) -> str:
+    rows = [
+        (
+            variant.name,
+            str(row.batch_size),
+            row.outcome,
+            f"pp{row.prompt_tokens}",
+            _number(row.prefill_tokens_per_s, ".1f"),
+            _number(row.ttft_s.median * 1e3 if row.ttft_s else None, ".1f"),
+            f"tg{row.new_tokens}",
+            _number(row.decode_tokens_per_s, ".1f"),
+            _number(row.tpot_s.median * 1e3 if row.tpot_s else None, ".2f"),
+            _number(row.tpot_s.cv_percent if row.tpot_s else None, ".1f"),
+            _number(row.itl_p99_s * 1e3 if row.itl_p99_s else None, ".2f"),
+            _number(row.bandwidth_share, ".2f"),
+        )
+        for variant in report.variants
+        if variant.speed
+        for row in variant.speed.rows
+    ]
+    if not rows:
+        return "Not measured."
+    limits = report.device
+    beside = f"Measured read bandwidth {limits.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s." if limits else ""
+    header = (
+        "variant",
+        "batch",
+        "outcome",
+        "prompt",
+        "prefill tok/s",
+        "TTFT ms",
+        "new",
+        "decode tok/s",
+        "TPOT ms",
+        "CV %",
+        "ITL p99 ms",
+        "bandwidth share",
+    )
+    return f"{markdown_table(header, rows)}\n\n{beside}"
+
+
+def _provenance(report: Report) -> str:
+    import json
+
+    return "```json\n" + json.dumps(report.provenance, indent=2, ensure_ascii=False) + "\n```"

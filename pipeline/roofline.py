@@ -1,0 +1,117 @@
+"""The limits that memory and arithmetic set: ceilings, break-even batch, capacity, price.
+
+A decode step reads the weights once and does two FLOPs for each of them and each sequence of the batch. So a
+single stream can't be faster than bandwidth ÷ bytes read, and a batch can't be faster than the arithmetic
+(the roofline: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009). Every measured figure stands
+beside these; one above its ceiling is void. Pure arithmetic, SI units, nothing rounded.
+
+>>> round(decode_ceiling_tokens_per_s(3.35e12, read_bytes_per_step=54e9), 1)
+62.0
+>>> round(ops_per_byte(989e12, bandwidth_bytes_per_s=3.35e12))
+295
+"""
+
+from __future__ import annotations
+
+import math
+
+PLAUSIBLE_SHARE = 1.05
+"""Above this share of a measured ceiling a figure is void; a ceiling itself is measured to a few percent."""
+CACHEABLE_MULTIPLE = 4
+"""Weights below this many last-level caches may come out of the cache, where memory bandwidth is no limit."""
+SECONDS_PER_HOUR = 3600
+
+
+def decode_ceiling_tokens_per_s(
+    bandwidth_bytes_per_s: float,
+    *,
+    read_bytes_per_step: float,
+    batch_size: int = 1,
+    peak_flops_per_s: float | None = None,
+    weights_read_per_token: int | None = None,
+) -> float:
+    """Most tokens per second that a whole batch can decode: batch ÷ the longer of reading and computing.
+
+    `read_bytes_per_step` holds the weights and the batch's KV cache at that depth. Without FLOP/s only
+    reading counts, which is right below the break-even batch. Raises ValueError unless all are positive.
+    """
+    _positive(
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        read_bytes_per_step=read_bytes_per_step,
+        batch_size=batch_size,
+    )
+    step_s = read_bytes_per_step / bandwidth_bytes_per_s
+    if peak_flops_per_s is not None and weights_read_per_token is not None:
+        _positive(peak_flops_per_s=peak_flops_per_s, weights_read_per_token=weights_read_per_token)
+        step_s = max(step_s, 2 * weights_read_per_token * batch_size / peak_flops_per_s)
+    return batch_size / step_s
+
+
+def prefill_ceiling_tokens_per_s(peak_flops_per_s: float, *, weights_read_per_token: int) -> float:
+    """Most prompt tokens per second: peak FLOP/s ÷ 2 FLOPs for each weight that a token uses.
+
+    Attention's own FLOPs, which grow with the context, are left out: the ceiling is never too low. The factor
+    2 is a multiply and an add (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
+    """
+    _positive(peak_flops_per_s=peak_flops_per_s, weights_read_per_token=weights_read_per_token)
+    return peak_flops_per_s / (2 * weights_read_per_token)
+
+
+def ops_per_byte(peak_flops_per_s: float, *, bandwidth_bytes_per_s: float) -> float:
+    """FLOPs the device can do while it reads one byte: the arithmetic intensity at the roofline's ridge."""
+    _positive(peak_flops_per_s=peak_flops_per_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    return peak_flops_per_s / bandwidth_bytes_per_s
+
+
+def break_even_batch(device_ops_per_byte: float, *, bytes_per_weight: float) -> float:
+    """Batch size at which a decode step computes as long as it reads weights; larger ones stop being free.
+
+    A step does 2 FLOPs a sequence for each weight of `bytes_per_weight` bytes: batch = ops:byte × bytes ÷ 2.
+    With 16-bit weights it is ops:byte itself. KV cache reads are left out.
+    """
+    _positive(device_ops_per_byte=device_ops_per_byte, bytes_per_weight=bytes_per_weight)
+    return device_ops_per_byte * bytes_per_weight / 2
+
+
+def bandwidth_share(steps_per_s: float, *, read_bytes_per_step: float, bandwidth_bytes_per_s: float) -> float:
+    """Share of the memory bandwidth that decoding achieves: steps/s × bytes a step ÷ bandwidth."""
+    _positive(read_bytes_per_step=read_bytes_per_step, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    return steps_per_s * read_bytes_per_step / bandwidth_bytes_per_s
+
+
+def plausible(share: float, *, read_bytes_per_step: float, last_level_cache_bytes: int | None) -> bool:
+    """Whether a share of the bandwidth can be true.
+
+    More than 1.05 can't (an early end, a cache, a missing synchronisation), unless the bytes are under four
+    last-level caches, where the cache may serve them. An unknown cache size excuses nothing. A share that is
+    not finite is never plausible.
+    """
+    if not math.isfinite(share) or share < 0:
+        return False
+    cache_bytes = last_level_cache_bytes or 0
+    return share <= PLAUSIBLE_SHARE or read_bytes_per_step < CACHEABLE_MULTIPLE * cache_bytes
+
+
+def capacity(
+    budget_bytes: float, *, weight_bytes: float, kv_bytes_per_sequence: float, reserve_bytes: float = 0
+) -> int:
+    """Whole sequences whose KV cache fits beside the weights and the reserve; 0 when the weights don't fit.
+
+    All in bytes: 80 GiB of memory are 85,899,345,920 bytes, "80 GB" are 80e9. Raises ValueError unless
+    `kv_bytes_per_sequence` is positive: without a cache, memory sets no limit.
+    """
+    _positive(kv_bytes_per_sequence=kv_bytes_per_sequence)
+    left_bytes = budget_bytes - weight_bytes - reserve_bytes
+    return max(0, math.floor(left_bytes / kv_bytes_per_sequence))
+
+
+def dollars_per_million_tokens(tokens_per_s: float, *, dollars_per_hour: float) -> float:
+    """Price of a million tokens on a machine kept busy: $/h ÷ (tok/s × 3600 s/h) × 1e6."""
+    _positive(tokens_per_s=tokens_per_s)
+    return dollars_per_hour / (tokens_per_s * SECONDS_PER_HOUR) * 1e6
+
+
+def _positive(**figures: float) -> None:
+    for name, value in figures.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a finite number above 0, is {value!r}")

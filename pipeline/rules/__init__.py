@@ -1,0 +1,1 @@
+"""One file per gate rule; see `base` for the contract."""

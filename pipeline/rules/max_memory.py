@@ -1,0 +1,69 @@
+"""The candidate must need at most a fraction of the baseline's memory, or a number of bytes.
+
+>>> MaxMemory(fraction=0.6).of
+'resident'
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.comparison import memory_of, usable_number
+from pipeline.results import Finding, VariantResults
+from pipeline.rules.base import ThresholdRule, exactly_one
+
+
+class MaxMemory(ThresholdRule):
+    """Bytes of the weights in memory, of the weights on disk, or at the peak of the run."""
+
+    kind: Literal["max_memory"] = "max_memory"
+    fraction: float | None = Field(default=None, gt=0)
+    """Of the baseline's bytes, 0 to 1."""
+    bytes: int | None = Field(default=None, gt=0)
+    of: Literal["resident", "on_disk", "peak"] = "resident"
+
+    needs = frozenset({"speed"})
+    unit: ClassVar[str] = "bytes"
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        exactly_one(self.kind, fraction=self.fraction, bytes=self.bytes)
+        return self
+
+    def compare(self, *, baseline: VariantResults, candidate: VariantResults) -> Finding:
+        """`observed` and `limit` are fractions of the baseline's bytes, or bytes."""
+        used = self._bytes(candidate)
+        what = f"{self.of.replace('_', ' ')} {used / 1e9:.4g} GB"
+        if self.bytes is not None:
+            return self.finding(
+                "pass" if used <= self.bytes else "fail",
+                f"{what}, at most {self.bytes / 1e9:.4g} GB is allowed",
+                unit="bytes",
+                observed=used,
+                limit=self.bytes,
+            )
+        assert self.fraction is not None
+        before = self._bytes(baseline)
+        observed = used / before
+        return self.finding(
+            "pass" if observed <= self.fraction else "fail",
+            f"{what} is {observed:.3g} of the baseline's {before / 1e9:.4g} GB, "
+            f"at most {self.fraction:g} is allowed",
+            unit="fraction",
+            observed=observed,
+            limit=self.fraction,
+        )
+
+    def _bytes(self, variant: VariantResults) -> float:
+        if self.of == "on_disk" and variant.checkpoint is not None:
+            value = variant.checkpoint.weight_bytes_on_disk
+        else:
+            memory = memory_of(variant)
+            value = {
+                "resident": memory.weight_bytes_resident,
+                "on_disk": memory.weight_bytes_on_disk,
+                "peak": memory.peak_bytes,
+            }[self.of]
+        return usable_number(value, f"{variant.name}: {self.of.replace('_', ' ')} memory in bytes")

@@ -1,0 +1,240 @@
+"""The speed stage over a set of variants: load them, pass the turn, turn raw times into rows.
+
+    result = measure_speed({"fp16": runnable, "int8": other}, baseline="fp16", ...)
+
+The device's read bandwidth and FLOP/s are measured in the same stage, before the variants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in_turn
+from pipeline.hardware import Device, available_memory_bytes
+from pipeline.measure import summarise
+from pipeline.processes import WorkerError, WorkerTurn, run_stage
+from pipeline.recipe import SpeedSpec, Workload
+from pipeline.results import (
+    CheckpointManifest,
+    DeviceSpeed,
+    MemoryResult,
+    SpeedResult,
+    SpeedRow,
+    SpeedStageResult,
+)
+from pipeline.stages import DeviceSpeedRequest, RunnableCheckpoint, SpeedOpened, SpeedRequest
+
+Progress = Callable[[str], None]
+
+_PROCESS_BYTES = 900_000_000
+"""What a worker needs beside its weights: interpreter, torch, activations of small batches."""
+
+
+def measure_speed(
+    checkpoints: Mapping[str, RunnableCheckpoint],
+    *,
+    manifests: Mapping[str, CheckpointManifest],
+    baseline: str,
+    spec: SpeedSpec,
+    workload: Workload,
+    device: Device,
+    log: Path,
+    progress: Progress,
+) -> SpeedStageResult:
+    """Time every variant at every batch size. A variant that can't be loaded is among the failures."""
+    limits = run_stage(
+        "device-speed",
+        DeviceSpeedRequest(device=device.kind, dtypes=_dtypes(device)),
+        DeviceSpeed,
+        log=log,
+        progress=progress,
+    )
+    stage = _SpeedStage(
+        checkpoints=checkpoints,
+        manifests=manifests,
+        baseline=baseline,
+        spec=spec,
+        workload=workload,
+        device=device,
+        limits=limits,
+        log=log,
+        progress=progress,
+    )
+    needed = sum(manifest.weight_bytes_on_disk * 2 + _PROCESS_BYTES for manifest in manifests.values())
+    together = needed < 0.8 * available_memory_bytes(device)
+    if together:
+        stage.together()
+    else:
+        stage.one_by_one()
+    return SpeedStageResult(
+        device=limits, alternated=together, variants=stage.results, failures=stage.failures
+    )
+
+
+def _dtypes(device: Device) -> tuple[str, ...]:
+    return ("float32", "bfloat16", "float16") if device.kind == "cpu" else ("bfloat16", "float16")
+
+
+class _SpeedStage:
+    def __init__(
+        self,
+        *,
+        checkpoints: Mapping[str, RunnableCheckpoint],
+        manifests: Mapping[str, CheckpointManifest],
+        baseline: str,
+        spec: SpeedSpec,
+        workload: Workload,
+        device: Device,
+        limits: DeviceSpeed,
+        log: Path,
+        progress: Progress,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._manifests = manifests
+        self._baseline = baseline
+        self._spec = spec
+        self._workload = workload
+        self._device = device
+        self._limits = limits
+        self._log = log
+        self._progress = progress
+        self.results: dict[str, SpeedResult] = {}
+        self.failures: dict[str, str] = {}
+
+    def together(self) -> None:
+        """All loaded at once, timed in alternation; the baseline's first batch size once more at the end."""
+        with ExitStack() as stack:
+            turns = {name: turn for name in self._checkpoints if (turn := self._open(name, stack))}
+            timings = time_in_turn(turns, plan=self._plan(), progress=self._progress)
+            again = {}
+            if self._baseline in turns:
+                again = time_in_turn(
+                    {self._baseline: turns[self._baseline]},
+                    plan=self._plan(again=True),
+                    progress=self._progress,
+                )
+            for name, turn in turns.items():
+                self._keep(name, turn.opened, timings[name], again=again.get(name))
+
+    def one_by_one(self) -> None:
+        """Each alone, because they don't fit together; the baseline again at the end shows the drift."""
+        first: dict[str, ShapeTiming] = {}
+        for name in self._checkpoints:
+            with ExitStack() as stack:
+                turn = self._open(name, stack)
+                if turn:
+                    timings = time_in_turn({name: turn}, plan=self._plan(), progress=self._progress)
+                    self._keep(name, turn.opened, timings[name], again=None)
+                    first[name] = timings[name][0]
+        if self._baseline in self.results:
+            self._repeat_baseline(first[self._baseline])
+
+    def _repeat_baseline(self, first: ShapeTiming) -> None:
+        name = self._baseline
+        with ExitStack() as stack:
+            turn = self._open(name, stack)
+            if turn is None:
+                return
+            again = time_in_turn({name: turn}, plan=self._plan(again=True), progress=self._progress)
+        drift = drift_percent(first, again[name][0])
+        self.results[name] = self.results[name].model_copy(update={"drift_percent": drift})
+
+    def _plan(self, *, again: bool = False) -> TimingPlan:
+        spec = self._spec
+        return TimingPlan(
+            batch_sizes=spec.batch_sizes[:1] if again else spec.batch_sizes,
+            warmup=1 if again else spec.warmup,
+            repeats=spec.repeats,
+            min_seconds=0.0 if again else spec.min_seconds,
+            max_cv_percent=spec.max_cv_percent,
+            seed=1_000_000 if again else 0,
+        )
+
+    def _open(self, name: str, stack: ExitStack) -> WorkerTurn | None:
+        self._progress(f"{name}: loading")
+        request = SpeedRequest(
+            checkpoint=self._checkpoints[name],
+            prompt_tokens=self._workload.prompt_tokens,
+            new_tokens=self._workload.new_tokens,
+        )
+        try:
+            turn = WorkerTurn(request, log=self._log, progress=self._progress)
+        except WorkerError as error:
+            self.failures[name] = str(error)
+            return None
+        return stack.enter_context(turn)
+
+    def _keep(
+        self, name: str, opened: SpeedOpened, timings: list[ShapeTiming], *, again: list[ShapeTiming] | None
+    ) -> None:
+        rows = tuple(self._row(name, opened, timing) for timing in timings)
+        if not any(timing.traces for timing in timings):
+            self.failures[name] = rows[0].because
+            return
+        self.results[name] = SpeedResult(
+            engine=self._checkpoints[name].engine.kind,
+            device=self._device.name,
+            compute_dtype=opened.compute_dtype,
+            execution=opened.execution,
+            rows=rows,
+            memory=_memory(opened, timings, manifest=self._manifests[name]),
+            drift_percent=drift_percent(timings[0], again[0]) if again else None,
+        )
+
+    def _row(self, name: str, opened: SpeedOpened, timing: ShapeTiming) -> SpeedRow:
+        workload = self._workload
+        if timing.failure:
+            return SpeedRow(
+                batch_size=timing.batch_size,
+                prompt_tokens=workload.prompt_tokens,
+                new_tokens=workload.new_tokens,
+                outcome="out_of_memory" if timing.failure.outcome == "out_of_memory" else "failed",
+                because=timing.failure.because,
+                warmup_s=tuple(timing.warmup_s),
+            )
+        weights_read = read_per_token_resident(opened, self._manifests[name])
+        kv = timing.memory.kv_cache_bytes if timing.memory else None
+        return summarise(
+            timing.traces,
+            new_tokens=workload.new_tokens,
+            warmup_s=timing.warmup_s,
+            bytes_read_per_step=weights_read + mean_kv_bytes(kv or 0, workload),
+            read_bandwidth_bytes_per_s=self._limits.read_bandwidth_bytes_per_s,
+            peak_memory_bytes=timing.memory.peak_bytes if timing.memory else None,
+            max_cv_percent=self._spec.max_cv_percent,
+            last_level_cache_bytes=self._device.last_level_cache_bytes,
+        )
+
+
+def read_per_token_resident(opened: SpeedOpened, manifest: CheckpointManifest) -> int:
+    """Weight bytes a decode step reads from memory: the checkpoint's share, at the size it has when loaded.
+
+    An engine that expands weights on loading reads more than the file holds.
+    """
+    return round(
+        opened.weight_bytes_resident * manifest.weight_bytes_read_per_token / manifest.weight_bytes_on_disk
+    )
+
+
+def mean_kv_bytes(kv_bytes_at_end: int, workload: Workload) -> int:
+    """KV cache bytes of the middle decode step, from those at the end: the cache grows token by token."""
+    end = workload.prompt_tokens + workload.new_tokens - 1
+    middle = workload.prompt_tokens + workload.new_tokens / 2
+    return round(kv_bytes_at_end * middle / end)
+
+
+def _memory(opened: SpeedOpened, timings: list[ShapeTiming], *, manifest: CheckpointManifest) -> MemoryResult:
+    measured = [timing.memory for timing in timings if timing.memory]
+    reserved = [memory.reserved_bytes for memory in measured if memory.reserved_bytes is not None]
+    return MemoryResult(
+        weight_bytes_on_disk=manifest.weight_bytes_on_disk,
+        weight_bytes_resident=opened.weight_bytes_resident,
+        weight_bytes_read_per_token=read_per_token_resident(opened, manifest),
+        kv_cache_bytes=measured[0].kv_cache_bytes if measured else None,
+        peak_bytes=max([opened.peak_load_bytes, *(memory.peak_bytes for memory in measured)]),
+        process_bytes_before_load=opened.process_bytes_before_load,
+        process_bytes_after_load=opened.process_bytes_after_load,
+        allocator_reserved_bytes=max(reserved) if reserved else None,
+    )

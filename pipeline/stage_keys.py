@@ -1,0 +1,109 @@
+"""What a stage's result depends on, as one digest: change any of it and the stage runs again.
+
+Every key holds the code that makes the result, the versions of the libraries it calls, and digests of its
+inputs. Speed and capacity hold the machine's fingerprint as well, and speed the whole set of variants.
+
+    key = quantize_key(source=source, quantizer=quantizer)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.quantizers.base import Quantizer
+from pipeline.recipe import SpeedSpec, Workload
+from pipeline.results import CheckpointManifest, SourceRecord
+from pipeline.stages import CapacityRequest, QualityStageRequest
+from pipeline.values import digest
+
+_MODEL_PACKAGES = ("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors")
+_CODE = {
+    "source": ("random_weights.py",),
+    "quantize": ("checkpoint.py", "quantizers"),
+    "speed": (
+        "measure.py",
+        "alternation.py",
+        "stages.py",
+        "hardware.py",
+        "live_tensors.py",
+        "engines",
+        "quantizers",
+    ),
+    "capacity": ("stages.py", "live_tensors.py", "process_memory.py", "engines", "quantizers"),
+    "quality": ("quality.py", "tasks.py", "quantizers"),
+}
+
+
+def source_key(*, config: Mapping[str, Any], seed: int) -> str:
+    """Random weights: the architecture and the seed."""
+    return digest([_base("source"), dict(config), seed])
+
+
+def quantize_key(*, source: SourceRecord, quantizer: Quantizer) -> str:
+    """A checkpoint: the source's bytes and the quantizer's settings."""
+    return digest(
+        [_base("quantize"), [file.model_dump() for file in source.files], quantizer.model_dump(mode="json")]
+    )
+
+
+def speed_key(
+    *,
+    machine: str,
+    workload: Workload,
+    spec: SpeedSpec,
+    variants: Mapping[str, tuple[CheckpointManifest, dict[str, Any]]],
+    baseline: str,
+) -> str:
+    """The speed of a set of variants (manifest and engine of each) on one machine."""
+    members = {name: [manifest.content_digest(), engine] for name, (manifest, engine) in variants.items()}
+    return digest(
+        [_base("speed"), machine, workload.model_dump(), spec.model_dump(mode="json"), members, baseline]
+    )
+
+
+def capacity_key(request: CapacityRequest, *, machine: str, manifest: CheckpointManifest) -> str:
+    """Capacity of one variant on one machine; the folder the checkpoint lies in doesn't matter."""
+    fields = request.model_dump(mode="json")
+    fields["checkpoint"].pop("folder")
+    return digest([_base("capacity"), machine, manifest.content_digest(), fields])
+
+
+def quality_key(
+    request: QualityStageRequest, *, machine: str, manifest: CheckpointManifest, inputs: str
+) -> str:
+    """Quality of one variant; `inputs` is the digest of task files, data and harness."""
+    fields = request.model_dump(mode="json")
+    fields["checkpoint"].pop("folder")
+    fields["checkpoint"].pop("engine")
+    for place in ("task_folders", "data_folder"):
+        fields["quality"].pop(place)  # their content is in `inputs`
+    return digest([_base("quality"), machine, manifest.content_digest(), fields, inputs])
+
+
+def _base(stage: str) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in _MODEL_PACKAGES if _has(name)}
+    return {"stage": stage, "code": _code_digest(stage), "versions": versions}
+
+
+def _has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _code_digest(stage: str) -> str:
+    package = Path(__file__).parent
+    files = [
+        file
+        for name in _CODE[stage]
+        for file in (sorted((package / name).glob("*.py")) if (package / name).is_dir() else [package / name])
+    ]
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

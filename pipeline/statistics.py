@@ -1,0 +1,349 @@
+"""Paired statistics of two variants on the same documents: tests, intervals, sample sizes. Pure.
+
+Both variants answer the same documents, so every comparison is paired: an unpaired test throws away most of
+its power. A drop is always baseline minus candidate, so a positive drop is a loss. Bounds are one-sided, each
+at the stated confidence; both together make a two-sided interval at 2 × confidence − 1.
+
+>>> round(mcnemar_exact_p(lost=10, gained=2), 6)
+0.038574
+>>> interval = tango_interval(lost=0, gained=0, documents=100)
+>>> round(interval.upper, 4)
+0.0263
+>>> non_inferiority(interval.lower, interval.upper, margin=0.02)
+'inconclusive'
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.values import Value
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+Decision = Literal["pass", "fail", "inconclusive"]
+
+MINIMUM_RESAMPLES = 2_000
+
+
+class Flips(Value):
+    """The paired right/wrong table of two variants on the same documents."""
+
+    both_right: int
+    lost: int
+    """Right with the baseline, wrong with the candidate."""
+    gained: int
+    """Wrong with the baseline, right with the candidate."""
+    both_wrong: int
+
+    @property
+    def documents(self) -> int:
+        """Documents in the table."""
+        return self.both_right + self.lost + self.gained + self.both_wrong
+
+    @property
+    def flips(self) -> int:
+        """Documents whose answer changed, either way."""
+        return self.lost + self.gained
+
+    @property
+    def drop(self) -> float | None:
+        """Baseline's share of right answers minus the candidate's; None without documents."""
+        return (self.lost - self.gained) / self.documents if self.documents else None
+
+    @property
+    def smoothed_flip_rate(self) -> float:
+        """(flips + ½) ÷ (documents + 1): no flip seen in few documents doesn't mean that none happens."""
+        return (self.flips + 0.5) / (self.documents + 1)
+
+
+class Interval(Value):
+    """Bounds of a difference; each holds one-sided with `confidence`."""
+
+    lower: float
+    upper: float
+    confidence: float
+
+
+class BootstrapDifference(Value):
+    """A difference of document totals per unit of weight, candidate minus baseline.
+
+    `interval` and `standard_error` are None with fewer than two documents: one document says nothing about
+    how documents differ.
+    """
+
+    difference: float | None
+    interval: Interval | None
+    standard_error: float | None
+    documents: int
+
+
+def paired_flips(pairs: Sequence[tuple[bool, bool]]) -> Flips:
+    """Count (baseline right, candidate right) pairs."""
+    counts = Counter((bool(baseline), bool(candidate)) for baseline, candidate in pairs)
+    return Flips(
+        both_right=counts[True, True],
+        lost=counts[True, False],
+        gained=counts[False, True],
+        both_wrong=counts[False, False],
+    )
+
+
+def mcnemar_exact_p(*, lost: int, gained: int) -> float:
+    """Two-sided exact McNemar p: twice the smaller binomial(½) tail over the flips, at most 1.
+
+    Integer arithmetic, so exact for any number of flips. No flip gives 1.
+    """
+    flips = lost + gained
+    term = tail = 1
+    for k in range(1, min(lost, gained) + 1):
+        term = term * (flips - k + 1) // k
+        tail += term
+    return float(min(1.0, 2 * tail / 2**flips))
+
+
+def tango_interval(*, lost: int, gained: int, documents: int, confidence: float = 0.95) -> Interval:
+    """Tango's score interval for the paired drop (lost − gained) ÷ documents, each bound one-sided.
+
+    Inverts the score test with the flip probabilities at their constrained maximum likelihood (Tango,
+    Statistics in Medicine 17, 1998, 891-908). It is never empty: no flip in n documents still leaves
+    ± z² ÷ (n + z²). Without documents it is the whole range −1 … 1.
+    """
+    if min(lost, gained, documents - lost - gained) < 0:
+        raise ValueError(f"no paired table has {lost} lost and {gained} gained in {documents} documents")
+    if documents == 0:
+        return Interval(lower=-1.0, upper=1.0, confidence=confidence)
+    z = _normal_quantile(confidence)
+
+    def score(drop: float) -> float:
+        return _tango_score(drop, lost=lost, gained=gained, documents=documents)
+
+    estimate = (lost - gained) / documents
+    return Interval(
+        lower=_root(lambda drop: score(drop) - z, low=-1.0, high=estimate),
+        upper=_root(lambda drop: score(drop) + z, low=estimate, high=1.0),
+        confidence=confidence,
+    )
+
+
+def _tango_score(drop: float, *, lost: int, gained: int, documents: int) -> float:
+    """Score statistic of the hypothesis that the true drop is `drop`; falls as `drop` rises."""
+    a = 2.0 * documents
+    b = -lost - gained + (2 * documents - lost + gained) * drop
+    c = -gained * drop * (1 - drop)
+    gained_probability = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
+    variance = documents * (2 * gained_probability + drop * (1 - drop))
+    distance = lost - gained - documents * drop
+    if variance <= 1e-300:
+        return math.copysign(math.inf, distance) if abs(distance) > 1e-12 * documents else 0.0
+    return distance / math.sqrt(variance)
+
+
+def _root(falling: Callable[[float], float], *, low: float, high: float) -> float:
+    """Zero of a falling function by bisection; the nearer end when it lies outside."""
+    if falling(low) <= 0:
+        return low
+    if falling(high) >= 0:
+        return high
+    for _ in range(100):
+        middle = (low + high) / 2
+        if falling(middle) > 0:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def paired_bootstrap(
+    baseline_totals: Sequence[float],
+    candidate_totals: Sequence[float],
+    *,
+    weights: Sequence[float] | None = None,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 1234,
+) -> BootstrapDifference:
+    """Σ(candidate − baseline) ÷ Σ weights over documents, with bounds from resampling whole documents.
+
+    For perplexity the totals are negative log-likelihoods in nats and the weights tokens, so the difference
+    is that of NLL per token and its exponential the ratio of perplexities. Without `weights` each document
+    counts once. Bounds are BCa (Efron 1987), and never closer than Student's t on the linearised ratio:
+    resampling a handful of documents can't show how far the next would lie. Raises ValueError on unequal
+    lengths, weights that are not positive, or fewer than 2,000 resamples.
+    """
+    import numpy as np
+
+    weights = [1.0] * len(baseline_totals) if weights is None else weights
+    if not len(baseline_totals) == len(candidate_totals) == len(weights):
+        raise ValueError("baseline, candidate and weights must have one number for each document")
+    if resamples < MINIMUM_RESAMPLES:
+        raise ValueError(f"{resamples} resamples are too few for a bound; at least {MINIMUM_RESAMPLES}")
+    differences = np.asarray(candidate_totals, dtype=float) - np.asarray(baseline_totals, dtype=float)
+    weight = np.asarray(weights, dtype=float)
+    if not (np.isfinite(differences).all() and np.isfinite(weight).all() and (weight > 0).all()):
+        raise ValueError("totals must be finite and weights positive")
+    count = len(differences)
+    if count == 0:
+        return BootstrapDifference(difference=None, interval=None, standard_error=None, documents=0)
+    observed = float(differences.sum() / weight.sum())
+    if count == 1:
+        return BootstrapDifference(difference=observed, interval=None, standard_error=None, documents=1)
+    error = _ratio_standard_error(differences, weight, observed)
+    lower, upper = _student_bounds(observed, error, degrees=count - 1, confidence=confidence)
+    if error > 0:
+        estimates = _resampled_ratios(differences, weight, resamples=resamples, seed=seed)
+        low, high = _bca_bounds(estimates, observed, differences, weight, confidence=confidence)
+        lower, upper = min(lower, low), max(upper, high)
+    return BootstrapDifference(
+        difference=observed,
+        interval=Interval(lower=lower, upper=upper, confidence=confidence),
+        standard_error=error,
+        documents=count,
+    )
+
+
+def _ratio_standard_error(differences: Floats, weight: Floats, observed: float) -> float:
+    """Standard error of a ratio of totals: residuals d − r·w, linearised (Cochran, Sampling Techniques)."""
+    count = len(differences)
+    residuals = differences - observed * weight
+    # A spread below rounding error is none: equal documents must not get an interval made of noise.
+    if float(abs(residuals).max()) <= 1e-12 * max(float(abs(differences).max()), 1e-300):
+        return 0.0
+    return float(math.sqrt((residuals**2).sum() * count / (count - 1)) / weight.sum())
+
+
+def _student_bounds(observed: float, error: float, *, degrees: int, confidence: float) -> tuple[float, float]:
+    from scipy.special import stdtrit
+
+    reach = float(stdtrit(degrees, confidence)) * error
+    return observed - reach, observed + reach
+
+
+def _resampled_ratios(differences: Floats, weight: Floats, *, resamples: int, seed: int) -> Floats:
+    """Ratios of totals over `resamples` draws of documents with replacement, sorted. In blocks of 8 MB."""
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    count = len(differences)
+    block = max(1, 1_000_000 // count)
+    parts = []
+    for start in range(0, resamples, block):
+        rows = min(block, resamples - start)
+        chosen = generator.integers(0, count, size=(rows, count))
+        parts.append(differences[chosen].sum(axis=1) / weight[chosen].sum(axis=1))
+    return np.sort(np.concatenate(parts))
+
+
+def _bca_bounds(
+    estimates: Floats, observed: float, differences: Floats, weight: Floats, *, confidence: float
+) -> tuple[float, float]:
+    """Bias-corrected and accelerated percentile bounds of sorted bootstrap `estimates`."""
+    import numpy as np
+
+    below = float((estimates < observed).mean() + 0.5 * (estimates == observed).mean())
+    edge = 0.5 / len(estimates)
+    bias = NormalDist().inv_cdf(min(max(below, edge), 1 - edge))
+    left_out = (differences.sum() - differences) / (weight.sum() - weight)
+    spread = left_out.mean() - left_out
+    scale = float((spread**2).sum()) ** 1.5
+    acceleration = float((spread**3).sum()) / (6 * scale) if scale > 0 else 0.0
+
+    def bound(quantile: float) -> float:
+        z = bias + NormalDist().inv_cdf(quantile)
+        level = NormalDist().cdf(bias + z / max(1 - acceleration * z, 1e-6))
+        return float(np.quantile(estimates, level))
+
+    return bound(1 - confidence), bound(confidence)
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Holm's adjusted p of each value, in the order given (Scandinavian Journal of Statistics 6, 1979)."""
+    adjusted = [0.0] * len(p_values)
+    running = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = running
+    return tuple(adjusted)
+
+
+def non_inferiority(lower_bound_of_drop: float, upper_bound_of_drop: float, margin: float) -> Decision:
+    """Whether a drop is surely under the margin, surely not, or can't be told from these bounds.
+
+    Raises ValueError on NaN, which would otherwise compare false and slip through.
+    """
+    if any(math.isnan(value) for value in (lower_bound_of_drop, upper_bound_of_drop, margin)):
+        raise ValueError("a bound or margin is NaN")
+    if upper_bound_of_drop < margin:
+        return "pass"
+    if lower_bound_of_drop >= margin:
+        return "fail"
+    return "inconclusive"
+
+
+def documents_to_detect(
+    drop: float, *, flip_rate: float, power: float = 0.8, confidence: float = 0.95
+) -> int:
+    """Documents for a two-sided paired test to find a true drop (Connor, Biometrics 43, 1987).
+
+    `drop` and `flip_rate` are shares, not percent. A drop needs at least as many flips:
+    ValueError otherwise.
+    """
+    if not 0 < abs(drop) <= flip_rate <= 1:
+        raise ValueError(f"a drop of {drop} needs a flip rate from {abs(drop)} to 1, not {flip_rate}")
+    alpha = _normal_quantile(1 - (1 - confidence) / 2) * math.sqrt(flip_rate)
+    beta = _normal_quantile(power) * math.sqrt(flip_rate - drop**2)
+    return math.ceil((alpha + beta) ** 2 / drop**2)
+
+
+def documents_to_decide(
+    margin: float,
+    *,
+    flip_rate: float,
+    true_drop: float = 0.0,
+    power: float = 0.8,
+    confidence: float = 0.95,
+) -> int | None:
+    """Documents for a one-sided bound to settle on which side of the margin the true drop lies.
+
+    (z_confidence + z_power)² · (flip rate − drop²) ÷ (margin − drop)². None when the drop equals the margin:
+    no number decides then.
+    """
+    variance = max(flip_rate, abs(true_drop)) - true_drop**2
+    return documents_for_distance(margin - true_drop, variance=variance, power=power, confidence=confidence)
+
+
+def documents_for_distance(
+    distance: float, *, variance: float, power: float = 0.8, confidence: float = 0.95
+) -> int | None:
+    """(z_confidence + z_power)² · variance of one document ÷ distance²; None at distance 0."""
+    if distance == 0:
+        return None
+    quantiles = _normal_quantile(confidence) + _normal_quantile(power)
+    return max(1, math.ceil(quantiles**2 * variance / distance**2))
+
+
+def detectable_drop(
+    documents: int, *, flip_rate: float, power: float = 0.8, confidence: float = 0.95
+) -> float | None:
+    """Smallest margin that `documents` decide when nothing was lost: the inverse of `documents_to_decide`.
+
+    A share, at most 1; None without documents.
+    """
+    if documents < 1:
+        return None
+    quantiles = _normal_quantile(confidence) + _normal_quantile(power)
+    return min(1.0, quantiles * math.sqrt(flip_rate / documents))
+
+
+def _normal_quantile(probability: float) -> float:
+    if not 0.5 < probability < 1:
+        raise ValueError(f"a confidence or power must lie between 0.5 and 1, not {probability}")
+    return NormalDist().inv_cdf(probability)

@@ -1,0 +1,175 @@
+"""Content-addressed results on disk: written whole or not at all, found again by what went into them.
+
+Layout under the root (`PIPELINE_STORE`, default `.pipeline/`):
+
+    results/STAGE/KEY.json     one stage's result; KEY is the digest of everything it depends on
+    checkpoints/KEY/           a quantized checkpoint, `manifest.json` written last
+    sources/KEY/               a random-weight model made from a config
+    runs/NAME/                 one run's report, recipe and logs
+    durations.json             how long stages took, for the time left
+
+    store = Store(Path(".pipeline"))
+    store.put("capacity", key, result)
+    store.get("capacity", key, CapacityResult)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from pipeline.errors import PrerequisiteError, StageError
+from pipeline.values import Value
+
+AnyValue = TypeVar("AnyValue", bound=Value)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of results; building it touches nothing."""
+
+    root: Path
+
+    def prepare(self) -> None:
+        """Make the folders. Raises PrerequisiteError when the root can't be written."""
+        try:
+            for name in ("results", "checkpoints", "sources", "runs"):
+                (self.root / name).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise PrerequisiteError(
+                f"the store {self.root} can't be written ({error.strerror}); "
+                "free it, or name another folder in PIPELINE_STORE"
+            ) from None
+
+    def result_path(self, stage: str, key: str) -> Path:
+        """Where the result of `stage` with this key stands or will stand."""
+        return self.root / "results" / stage / f"{key}.json"
+
+    def get(self, stage: str, key: str, kind: type[AnyValue]) -> AnyValue | None:
+        """The stored result, or None when there is none or it can't be read any more (it is then removed)."""
+        path = self.result_path(stage, key)
+        try:
+            return kind.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            path.unlink(missing_ok=True)
+            return None
+
+    def put(self, stage: str, key: str, value: Value) -> None:
+        """Keep a result; readers see the whole of it or nothing."""
+        write_atomically(self.result_path(stage, key), value.to_json())
+
+    def checkpoint_folder(self, key: str) -> Path:
+        """Folder of a finished checkpoint."""
+        return self.root / "checkpoints" / key
+
+    @contextlib.contextmanager
+    def new_folder(self, final: Path) -> Iterator[Path]:
+        """An empty folder that becomes `final` when the block ends well and vanishes when it doesn't."""
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial = final.parent / f".partial-{final.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StageError(
+                    f"the disk is full: {final} could not be written; free space or move the store"
+                ) from error
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the store for one run; the kernel lets go of it when the process dies, however it dies.
+
+        Two runs at once would also spoil each other's timings. Raises PrerequisiteError naming the holder.
+        """
+        path = self.root / "lock"
+        with path.open("a+", encoding="ascii") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise PrerequisiteError(
+                    f"another run (process {file.read().strip() or 'unknown'}) uses the store {self.root}; "
+                    "wait for it, or name another folder in PIPELINE_STORE"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def file_digest(self, path: Path) -> str:
+        """SHA-256 of a file, remembered by path, size, modification time and inode."""
+        stat = path.stat()
+        identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+        name = hashlib.sha256(identity.encode()).hexdigest()
+        remembered = self.root / "results" / "file-digests" / name
+        with contextlib.suppress(OSError):
+            text = remembered.read_text("ascii")
+            if len(text) == 64:
+                return text
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        write_atomically(remembered, found)
+        return found
+
+    # --- durations, for the time left --------------------------------------------------------------------
+
+    def durations_s(self) -> dict[str, float]:
+        """Last duration of each kind of stage."""
+        try:
+            found = json.loads((self.root / "durations.json").read_text("utf-8"))
+            return {str(name): float(seconds) for name, seconds in found.items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def remember_duration(self, name: str, seconds: float) -> None:
+        """Keep how long a stage took."""
+        write_atomically(self.root / "durations.json", json.dumps({**self.durations_s(), name: seconds}))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Temporary file in the same folder, flush to disk, rename: a crash leaves the old file or the new one.
+
+    Raises StageError when the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f".partial-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StageError(
+                f"the disk is full: {path} could not be written; free space or move the store"
+            ) from error
+        raise
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

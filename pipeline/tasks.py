@@ -1,0 +1,371 @@
+"""lm-eval task files, read as plain text: found, rendered, checked and hashed without importing lm-eval.
+
+A preflight must answer in a second, so this module reads the YAML of the requested tasks itself (with their
+`include:` chain), and leaves everything that needs the harness or a model to `quality`. Task files of a
+recipe may hold two placeholders: `${LM_EVAL_TASKS}` (the harness's own task folder, for `include:`) and
+`${EVAL_DATA}` (where the data lie).
+
+>>> render('include: "${LM_EVAL_TASKS}/sciq/sciq.yaml"', {"LM_EVAL_TASKS": "/x"})
+'include: "/x/sciq/sciq.yaml"'
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, field_validator
+
+from pipeline.errors import PrerequisiteError
+from pipeline.results import Problem
+from pipeline.values import Value, digest
+
+_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_NAME_LINE = re.compile(r"^[\"']?(task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[{]+)", re.MULTILINE)
+_INCLUDE_LINE = re.compile(r"^[\"']?include[\"']?:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
+_TAG_BLOCK = re.compile(r"^[\"']?tag[\"']?:[ \t]*(\S.*|(?:\n[ \t]*-[^\n]*)+)", re.MULTILINE)
+_SKIPPED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
+# Builders of the `datasets` package that read files instead of a repository of the hub.
+_FILE_BUILDERS = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class QualityRequest(Value):
+    """What the quality stage measures, with every folder absolute.
+
+    `data_folder` is what `${EVAL_DATA}` becomes; `limit` is the first N documents of each task;
+    `max_length_tokens` is the longest sequence (prompt and answer), by default the model's own limit.
+    """
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    task_folders: tuple[str, ...]
+    data_folder: str
+    limit: Positive | None
+    seed: int
+    batch_size: Positive
+    num_fewshot: Annotated[int, Field(ge=0)] | None
+    apply_chat_template: bool
+    max_length_tokens: Positive | None
+    confirm_unsafe_code: bool
+
+    @field_validator("tasks")
+    @classmethod
+    def _each_once(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(tasks)) != len(tasks):
+            raise ValueError("a task stands twice")
+        return tasks
+
+
+class TaskFileError(PrerequisiteError):
+    """A task file is missing, ambiguous or can't be read."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.problem = Problem(what=what, fix=fix)
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """One task (or group) with its merged YAML; `read` lists every file it was made from, itself first."""
+
+    name: str
+    path: Path
+    official: bool
+    config: Mapping[str, Any]
+    read: tuple[Path, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names a group lists; empty for a plain task."""
+        listed = self.config.get("task")
+        if not isinstance(listed, list):
+            return ()
+        names = [item if isinstance(item, str) else item.get("task") or item.get("group") for item in listed]
+        return tuple(name for name in names if isinstance(name, str))
+
+
+@dataclass
+class _Reading:
+    placeholders: Mapping[str, str]
+    own_folders: tuple[Path, ...]
+    files: list[Path] = field(default_factory=list)
+
+
+def harness_tasks() -> Path:
+    """The folder of lm-eval's own task files; lm-eval is found, not imported."""
+    spec = find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise TaskFileError("lm-eval isn't installed", "install with: python -m pip install 'lm-eval[hf]'")
+    return Path(spec.origin).parent / "tasks"
+
+
+def render(text: str, placeholders: Mapping[str, str], *, path: str = "task file") -> str:
+    """`text` with its placeholders filled in; raises TaskFileError for one that isn't known."""
+
+    def fill(found: re.Match[str]) -> str:
+        if found[1] not in placeholders:
+            raise TaskFileError(
+                f"{path}: unknown placeholder ${{{found[1]}}}",
+                f"known are: {', '.join(f'${{{name}}}' for name in sorted(placeholders))}",
+            )
+        # Escaped as for the inside of a double-quoted YAML scalar.
+        return json.dumps(placeholders[found[1]], ensure_ascii=False)[1:-1]
+
+    return _PLACEHOLDER.sub(fill, text)
+
+
+def find_tasks(request: QualityRequest) -> dict[str, TaskFile]:
+    """Every requested name's file; a tag of lm-eval's stands for the tasks that carry it.
+
+    Raises TaskFileError naming the first one that can't be found or read.
+    """
+    own = _own_names(request)
+    return {file.name: file for name in request.tasks for file in _named(name, request, own)}
+
+
+def leaves(request: QualityRequest) -> dict[str, TaskFile]:
+    """Every plain task that the request runs, groups opened."""
+    return {name: file for name, file in _with_members(request).items() if not file.members}
+
+
+def task_files(request: QualityRequest) -> dict[str, Path]:
+    """The YAML file of every requested task, as it lies on disk (not rendered)."""
+    return {name: file.path for name, file in find_tasks(request).items()}
+
+
+def text_digest(file: TaskFile) -> str:
+    """Digest of a task's YAML, its includes and the Python files they name, wherever they lie."""
+    return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in file.read])
+
+
+def inputs_digest(request: QualityRequest) -> str:
+    """Digest of all that a score depends on beside the model and the request.
+
+    Task files with their includes and functions, the bytes of local data (a hub data set's name and
+    revision), and lm-eval's version. Where the files lie doesn't matter.
+    """
+    return digest(
+        {
+            "lm_eval": version("lm_eval"),
+            "tasks": {
+                name: {"text": text_digest(file), "data": _data_facts(file)}
+                for name, file in leaves(request).items()
+            },
+        }
+    )
+
+
+@contextmanager
+def rendered(request: QualityRequest) -> Iterator[tuple[Path, bool]]:
+    """A temporary folder lm-eval can scan for the requested tasks, and whether it must scan its own, too.
+
+    Plain official tasks stand in it as one-line includes, which spares the harness the half minute it
+    takes to index its 14,000 files; official groups need that index.
+    """
+    files = _with_members(request)
+    needs_index = any(file.official for file in files.values()) and any(f.members for f in files.values())
+    placeholders = _placeholders(request)
+    with tempfile.TemporaryDirectory(prefix="lm-eval-tasks-") as temporary:
+        folder = Path(temporary)
+        for name, file in files.items():
+            if not file.official:
+                for path in file.read:
+                    _place(path, folder, request, placeholders)
+            elif not needs_index:
+                (folder / f"{name}.yaml").write_text(f"include: {json.dumps(str(file.path))}\n", "utf-8")
+        yield folder, needs_index
+
+
+def data_files(file: TaskFile) -> tuple[str, ...] | None:
+    """Files a task reads, in the order of its splits; None when its data set comes from the hub."""
+    kwargs = file.config.get("dataset_kwargs") or {}
+    if file.config.get("dataset_path") not in _FILE_BUILDERS:
+        return None
+    listed = kwargs.get("data_files") or ()
+    splits = listed.values() if isinstance(listed, Mapping) else [listed]
+    return tuple(
+        str(name) for split in splits for name in (split if isinstance(split, list | tuple) else [split])
+    )
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, remembered while its size and time of change stay the same."""
+    stat = path.stat()
+    return _sha256(str(path), stat.st_size, stat.st_mtime_ns)
+
+
+def _with_members(request: QualityRequest) -> dict[str, TaskFile]:
+    """The requested files and, below each group, its groups and tasks."""
+    own = _own_names(request)
+    pending = list(find_tasks(request).values())
+    files: dict[str, TaskFile] = {}
+    while pending:
+        file = pending.pop(0)
+        files[file.name] = file
+        for name in file.members:
+            pending += _named(name, request, own) if name not in files else []
+    return files
+
+
+def _named(name: str, request: QualityRequest, own: Mapping[str, list[Path]]) -> list[TaskFile]:
+    if name not in own:
+        return _official(name, request, own)
+    if len(own[name]) > 1:
+        files = " and ".join(str(path) for path in own[name])
+        raise TaskFileError(f"task {name} stands in {files}", "rename one of them")
+    return [_read_task(name, own[name][0], request, official=False)]
+
+
+def _placeholders(request: QualityRequest) -> dict[str, str]:
+    return {"LM_EVAL_TASKS": str(harness_tasks()), "EVAL_DATA": request.data_folder}
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise TaskFileError(f"task folder {folder} isn't there", "correct quality.task_folders")
+    return sorted(path for path in folder.rglob("*.yaml") if not _SKIPPED_FOLDERS & set(path.parts))
+
+
+def _own_names(request: QualityRequest) -> dict[str, list[Path]]:
+    """Task or group name → files of the request's folders that define it (by their own text)."""
+    names: dict[str, list[Path]] = {}
+    for folder in request.task_folders:
+        for path in _yaml_files(Path(folder)):
+            for name in {found[2] for found in _NAME_LINE.finditer(path.read_text("utf-8"))}:
+                names.setdefault(name, []).append(path)
+    return names
+
+
+@cache
+def _official_names(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[str, ...]]]:
+    """Task and group names of lm-eval → file, and its tags → task names; a scan of text, no YAML parsed."""
+    names: dict[str, Path] = {}
+    tags: dict[str, list[str]] = {}
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
+        for file in sorted(files):
+            if file.endswith(".yaml"):
+                path = Path(root, file)
+                for kind, name in _NAME_LINE.findall(_text(path)):
+                    names.setdefault(name, path)
+                    for tag in _tags(path) if kind == "task" else ():
+                        tags.setdefault(tag, []).append(name)
+    return names, {tag: tuple(sorted(set(tasks))) for tag, tasks in tags.items()}
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
+
+
+def _tags(path: Path) -> list[str]:
+    """Tags a file gives its task, its own or else those of the file it includes."""
+    if own := _TAG_BLOCK.search(_text(path)):
+        return re.findall(r"[^\s\-,\[\]\"'][^\s,\[\]\"']*", own[1])
+    include = _INCLUDE_LINE.search(_text(path))
+    return _tags(path.parent / include[1]) if include else []
+
+
+def _official(name: str, request: QualityRequest, own: Mapping[str, list[Path]]) -> list[TaskFile]:
+    names, tags = _official_names(harness_tasks())
+    if name in names:
+        return [_read_task(name, names[name], request, official=True)]
+    if name in tags:
+        return [_read_task(task, names[task], request, official=True) for task in tags[name]]
+    near = difflib.get_close_matches(name, own, n=3) or difflib.get_close_matches(name, [*names, *tags], n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "correct quality.tasks"
+    where = f" (folders: {', '.join(request.task_folders)})" if request.task_folders else ""
+    raise TaskFileError(f"unknown task {name!r}{where}", hint)
+
+
+def _read_task(name: str, path: Path, request: QualityRequest, *, official: bool) -> TaskFile:
+    reading = _Reading(_placeholders(request), tuple(Path(folder) for folder in request.task_folders))
+    config = _read(path, reading)
+    return TaskFile(name=name, path=path, official=official, config=config, read=tuple(reading.files))
+
+
+def _read(path: Path, reading: _Reading) -> dict[str, Any]:
+    """The YAML of `path` merged over its includes, as lm-eval merges them: later wins, own keys last."""
+    if path in reading.files:
+        raise TaskFileError(f"{path} includes itself", "break the circle")
+    reading.files.append(path)
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise TaskFileError(f"{path}: {error.strerror or error}", "correct the include") from error
+    if any(path.is_relative_to(folder) for folder in reading.own_folders):
+        text = render(text, reading.placeholders, path=str(path))
+    config = _parse(text, path, reading)
+    includes = config.pop("include", [])
+    merged: dict[str, Any] = {}
+    for include in includes if isinstance(includes, list) else [includes]:
+        merged |= _read(path.parent / include, reading)
+    return merged | config
+
+
+def _parse(text: str, path: Path, reading: _Reading) -> dict[str, Any]:
+    class Loader(yaml.SafeLoader):
+        """SafeLoader that keeps `!function module.name` as text and remembers the module's file."""
+
+    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        reference = str(loader.construct_scalar(node))
+        module = path.parent / f"{reference.rpartition('.')[0].replace('.', '/')}.py"
+        if module.is_file() and module not in reading.files:
+            reading.files.append(module)
+        return reference
+
+    Loader.add_constructor("!function", function)
+    try:
+        config = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise TaskFileError(f"{path} isn't valid YAML: {error}", "correct it") from error
+    if not isinstance(config, dict):
+        raise TaskFileError(f"{path} holds no mapping", "see evals/README.md")
+    return config
+
+
+def _place(path: Path, out: Path, request: QualityRequest, placeholders: Mapping[str, str]) -> None:
+    """One file a task of the request's folders was read from, at its relative place below `out`."""
+    if path.is_relative_to(harness_tasks()):
+        return
+    for index, folder in enumerate(request.task_folders):
+        if path.is_relative_to(folder):
+            target = out / str(index) / path.relative_to(folder)
+            break
+    else:
+        raise TaskFileError(f"{path} lies outside the task folders", "add its folder to quality.task_folders")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".py":
+        # lm-eval resolves the link, so a module keeps its real `__file__`.
+        target.unlink(missing_ok=True)
+        target.symlink_to(path)
+    else:
+        target.write_text(render(path.read_text("utf-8"), placeholders, path=str(path)), "utf-8")
+
+
+def _data_facts(file: TaskFile) -> Any:
+    listed = data_files(file)
+    if listed is not None:
+        return [sha256_of(Path(name)) if Path(name).is_file() else name for name in listed]
+    kwargs = file.config.get("dataset_kwargs") or {}
+    return [file.config.get("dataset_path"), file.config.get("dataset_name"), kwargs.get("revision")]
+
+
+@cache
+def _sha256(path: str, _size_bytes: int, _mtime_ns: int) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

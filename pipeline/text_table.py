@@ -1,0 +1,31 @@
+"""Tables as plain text or Markdown; the first column is text, the others are figures.
+
+>>> print(text_table(("name", "GB"), [("fp16", "0.3")]))
+name   GB
+fp16  0.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+
+def text_table(header: Sequence[str], rows: Rows) -> str:
+    """Aligned columns, two spaces between them."""
+    table = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    )
+
+
+def markdown_table(header: Sequence[str], rows: Rows) -> str:
+    """A Markdown table; pipes in cells are escaped."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

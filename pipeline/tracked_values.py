@@ -1,0 +1,324 @@
+"""What a report becomes in an experiment tracker: metrics, parameters and tags with legal names. Pure.
+
+A metric's name is the field's name in `report.json`, so that one word leads from the recipe to the dashboard.
+Figures by batch size are series whose step is the batch size. What wasn't measured has no metric; what isn't
+finite becomes a tag, because trackers store infinity as a huge number and match NaN in searches.
+
+>>> legal_name("acc,none")
+'acc_none'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
+
+from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
+from pipeline.results import Report, SpeedResult, SpeedRow, VariantReport, VariantResults
+
+LONGEST_NAME = 250
+LONGEST_PARAM = 6000
+LONGEST_TAG = 8000
+METRICS_PER_BATCH = 1000
+PARAMS_PER_BATCH = 100
+CUT = "… (cut; all of it is in report.md)"
+
+Item = TypeVar("Item")
+
+SPEED_FIELDS = (
+    "decode_tokens_per_s",
+    "prefill_tokens_per_s",
+    "bandwidth_share",
+    "itl_p50_s",
+    "itl_p90_s",
+    "itl_p99_s",
+    "peak_memory_bytes",
+)
+CAPACITY_FIELDS = ("measured_sequences", "predicted_sequences", "context_tokens", "kv_bytes_per_sequence")
+CHECKPOINT_FIELDS = ("bits_per_weight", "bits_per_block_weight", "weight_bytes_on_disk", "parameters")
+
+
+@dataclass(frozen=True)
+class TrackedMetric:
+    """One point; `value` may be anything a float can be, see `split_finite`."""
+
+    name: str
+    value: float
+    step: int = 0
+
+
+def legal_name(text: str) -> str:
+    """`text` with every character a tracker refuses replaced by `_`; long names keep a digest of the rest."""
+    name = re.sub(r"[^A-Za-z0-9_.\- ]", "_", text).strip(". ") or "_"
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text`, cut with a note when it is longer than a tracker stores."""
+    return text if len(text) <= longest else text[: longest - len(CUT)] + CUT
+
+
+def batches(items: Sequence[Item], size: int) -> tuple[Sequence[Item], ...]:
+    """`items` in slices of at most `size`."""
+    return tuple(items[start : start + size] for start in range(0, len(items), size))
+
+
+def split_finite(
+    metrics: Iterable[TrackedMetric],
+) -> tuple[tuple[TrackedMetric, ...], dict[str, str]]:
+    """Metrics that may be sent, and tags `metric.NAME` = nan, inf or -inf for those that may not."""
+    kept, tags = [], {}
+    for metric in metrics:
+        if math.isfinite(metric.value):
+            kept.append(metric)
+        else:
+            tags[f"metric.{metric.name}"[:LONGEST_NAME]] = str(float(metric.value))
+    return tuple(kept), tags
+
+
+def variant_metrics(variant: VariantResults, *, baseline: VariantResults | None) -> tuple[TrackedMetric, ...]:
+    """Every measured figure of a variant, then its ratios to the baseline (none for the baseline itself)."""
+    metrics = [*_checkpoint(variant), *_speed(variant), *_memory(variant), *_capacity(variant)]
+    metrics += [*_quality(variant), *_cost(variant)]
+    if baseline is not None and baseline.name != variant.name:
+        metrics += [*_speedups(variant, baseline), *_memory_fraction(variant, baseline)]
+        metrics += _quality_differences(variant, baseline)
+    return tuple(_unique(metrics))
+
+
+def run_params(report: Report) -> dict[str, str]:
+    """Parameters of the whole run."""
+    params = {
+        "recipe_digest": report.recipe_digest,
+        "recipe": report.recipe,
+        "model": _model(report),
+        "seed": _recipe_seed(report),
+        "baseline": report.baseline,
+        **{f"versions.{name}": version for name, version in _versions(report).items()},
+    }
+    return _texts(params)
+
+
+def variant_params(variant: VariantResults, *, report: Report) -> dict[str, str]:
+    """Parameters of one variant: the recipe's, its precision and every quantizer field."""
+    versions = dict(_versions(report))
+    if variant.checkpoint is not None:
+        versions |= variant.checkpoint.versions
+    params: dict[str, Any] = {
+        "recipe_digest": report.recipe_digest,
+        "model": _model(report),
+        "seed": variant.quality.seed if variant.quality is not None else _recipe_seed(report),
+        "precision": variant.precision,
+        "engine": variant.speed.engine if variant.speed is not None else None,
+        "device": variant.speed.device if variant.speed is not None else None,
+        "compute_dtype": variant.speed.compute_dtype if variant.speed is not None else None,
+        **{f"quantizer.{name}": value for name, value in variant.quantizer.items()},
+        **{f"versions.{name}": version for name, version in versions.items()},
+    }
+    return _texts(params)
+
+
+def run_tags(report: Report) -> dict[str, str]:
+    """Tags of the whole run."""
+    tags = {
+        "verdict": report.verdict,
+        "baseline": report.baseline,
+        "interrupted": str(report.interrupted).lower(),
+    }
+    git = report.provenance.get("git")
+    if isinstance(git, Mapping) and git.get("commit"):
+        tags |= {"mlflow.source.git.commit": git["commit"], "git_dirty": str(bool(git.get("dirty"))).lower()}
+    tags |= {f"verdict.{variant.name}": variant.verdict for variant in report.variants}
+    return _texts(tags)
+
+
+def variant_tags(variant: VariantReport, *, baseline_name: str) -> dict[str, str]:
+    """Tags of one variant: verdict, role and the outcome of every rule, with the reasons as a note."""
+    tags = {
+        "verdict": variant.verdict,
+        "role": "baseline" if variant.name == baseline_name else "candidate",
+        "required": str(variant.required).lower(),
+        "precision": variant.precision,
+    }
+    for finding in variant.findings:
+        name = f"finding.{finding.rule}" + (f".{finding.subject}" if finding.subject else "")
+        tags[name] = finding.outcome
+    lines = [f"- {finding.rule}: **{finding.outcome}**: {finding.because}" for finding in variant.findings]
+    lines += [f"- {failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures]
+    lines += [f"- {note}" for note in variant.validity]
+    if lines:
+        tags["mlflow.note.content"] = "\n".join(lines)
+    return _texts(tags)
+
+
+def start_ms(report: Report) -> int:
+    """Start of the run, milliseconds since 1970; a time without zone is UTC."""
+    started = datetime.fromisoformat(report.started_at)
+    return int((started if started.tzinfo else started.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def end_ms(report: Report) -> int:
+    """End of the run; also the time of every metric, so that a repeated log adds no second point."""
+    return start_ms(report) + int(report.seconds * 1000)
+
+
+def run_status(report: Report) -> Literal["FINISHED", "FAILED", "KILLED"]:
+    """FINISHED for a verdict that was reached, whichever; FAILED for an error; KILLED when interrupted."""
+    if report.interrupted:
+        return "KILLED"
+    return "FAILED" if report.verdict == "error" else "FINISHED"
+
+
+def variant_status(variant: VariantReport) -> Literal["FINISHED", "FAILED", "KILLED"]:
+    """FAILED when a stage failed, KILLED when one was interrupted."""
+    if any(failure.reason == "interrupted" for failure in variant.failures):
+        return "KILLED"
+    return "FAILED" if variant.failures else "FINISHED"
+
+
+# --- measured figures -----------------------------------------------------------------------------------
+
+
+def _checkpoint(variant: VariantResults) -> Iterator[TrackedMetric]:
+    if variant.checkpoint is not None:
+        yield from _fields("checkpoint", variant.checkpoint, CHECKPOINT_FIELDS)
+        yield TrackedMetric("checkpoint.coverage_share", variant.checkpoint.coverage.share)
+
+
+def _speed(variant: VariantResults) -> Iterator[TrackedMetric]:
+    for row in _measured_rows(variant.speed):
+        yield from _fields("speed", row, SPEED_FIELDS, step=row.batch_size)
+        for name, times in (("ttft_s", row.ttft_s), ("tpot_s", row.tpot_s)):
+            if times is not None:
+                yield TrackedMetric(f"speed.{name}", times.median, row.batch_size)
+    if variant.speed is not None and variant.speed.drift_percent is not None:
+        yield TrackedMetric("speed.drift_percent", variant.speed.drift_percent)
+
+
+def _measured_rows(speed: SpeedResult | None) -> tuple[SpeedRow, ...]:
+    """Rows whose figures hold; the numbers of a void row are no measurement."""
+    return tuple(row for row in speed.rows if row.outcome == "measured") if speed is not None else ()
+
+
+def _memory(variant: VariantResults) -> Iterator[TrackedMetric]:
+    memory = variant.memory or (variant.speed.memory if variant.speed is not None else None)
+    if memory is not None:
+        yield from _fields("memory", memory, tuple(type(memory).model_fields))
+
+
+def _capacity(variant: VariantResults) -> Iterator[TrackedMetric]:
+    if variant.capacity is not None:
+        yield from _fields("capacity", variant.capacity, CAPACITY_FIELDS)
+
+
+def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
+    if variant.quality is None:
+        return
+    for task, result in variant.quality.tasks.items():
+        yield TrackedMetric(f"quality.{task}.documents", result.documents)
+        for metric, score in result.metrics.items():
+            if score.score is not None:
+                yield TrackedMetric(f"quality.{task}.{metric}", score.score)
+            if score.stderr is not None:
+                yield TrackedMetric(f"quality.{task}.{metric}_stderr", score.stderr)
+
+
+def _cost(variant: VariantResults) -> Iterator[TrackedMetric]:
+    if variant.cost is not None:
+        name = "dollars_per_million_output_tokens"
+        yield TrackedMetric(f"cost.{name}", getattr(variant.cost, name), variant.cost.batch_size)
+
+
+def _fields(prefix: str, value: object, names: Iterable[str], *, step: int = 0) -> Iterator[TrackedMetric]:
+    for name in names:
+        number = getattr(value, name)
+        if number is not None:
+            yield TrackedMetric(f"{prefix}.{name}", float(number), step)
+
+
+# --- against the baseline -------------------------------------------------------------------------------
+
+
+def _speedups(variant: VariantResults, baseline: VariantResults) -> Iterator[TrackedMetric]:
+    if variant.speed is None or baseline.speed is None or variant.speed.device != baseline.speed.device:
+        return
+    before = {row.batch_size: row for row in _measured_rows(baseline.speed)}
+    for row in _measured_rows(variant.speed):
+        for name in ("decode", "prefill"):
+            fast = getattr(row, f"{name}_tokens_per_s")
+            slow = getattr(before.get(row.batch_size), f"{name}_tokens_per_s", None)
+            if fast is not None and slow:
+                yield TrackedMetric(f"vs_baseline.{name}_speedup", fast / slow, row.batch_size)
+
+
+def _memory_fraction(variant: VariantResults, baseline: VariantResults) -> Iterator[TrackedMetric]:
+    after, before = (
+        {metric.name: metric.value for metric in _memory(each)}.get("memory.weight_bytes_resident")
+        for each in (variant, baseline)
+    )
+    if after and before:
+        yield TrackedMetric("vs_baseline.memory_fraction", after / before)
+
+
+def _quality_differences(variant: VariantResults, baseline: VariantResults) -> Iterator[TrackedMetric]:
+    """Candidate minus baseline of every score, where both answered the same documents in the same way."""
+    try:
+        before, after = comparable_quality(baseline, variant)
+    except UnmeasuredError:
+        return
+    for task in after.tasks:
+        try:
+            first, second, _ = comparable_task(task, before, after)
+        except UnmeasuredError:
+            continue
+        for metric, score in second.metrics.items():
+            old = first.metrics[metric].score if metric in first.metrics else None
+            if score.score is not None and old is not None:
+                yield TrackedMetric(f"vs_baseline.quality.{task}.{metric}_difference", score.score - old)
+
+
+def _unique(metrics: Iterable[TrackedMetric]) -> Iterator[TrackedMetric]:
+    """Legal names; two names that become the same one keep a digest of what they were."""
+    owner: dict[str, str] = {}
+    for metric in metrics:
+        name = legal_name(metric.name)
+        if owner.setdefault(name, metric.name) != metric.name:
+            name = legal_name(f"{name}-{hashlib.sha256(metric.name.encode()).hexdigest()[:8]}")
+        yield TrackedMetric(name, metric.value, metric.step)
+
+
+# --- parameters -----------------------------------------------------------------------------------------
+
+
+def _model(report: Report) -> str | None:
+    model = report.resolved_recipe.get("model")
+    return model.get("id") if isinstance(model, Mapping) else model
+
+
+def _recipe_seed(report: Report) -> int | None:
+    quality = report.resolved_recipe.get("quality")
+    return quality.get("seed") if isinstance(quality, Mapping) else None
+
+
+def _versions(report: Report) -> Mapping[str, str]:
+    for name in ("versions", "packages"):
+        found = report.provenance.get(name)
+        if isinstance(found, Mapping):
+            return found
+    return {}
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Legal keys and texts of whatever is known."""
+    return {
+        legal_name(name): str(value)
+        for name, value in values.items()
+        if value is not None and str(value) != ""
+    }

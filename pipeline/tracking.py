@@ -1,0 +1,399 @@
+"""Log a finished report to MLflow: one parent run for the recipe's run, one child for each variant.
+
+This is the only module that imports mlflow. It runs after the report is on disk, doesn't raise because a
+server is away, never changes a verdict, and can be repeated: the same report always ends in the same run.
+
+    result = track(report, run_folder=folder, tracking_uri=None, artifacts_folder=None)
+    print(result.run_id if result.tracked else result.because, file=sys.stderr)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pipeline.errors import Interrupted, UsageError
+from pipeline.results import Report, VariantReport
+from pipeline.tracked_values import (
+    LONGEST_PARAM,
+    LONGEST_TAG,
+    METRICS_PER_BATCH,
+    PARAMS_PER_BATCH,
+    TrackedMetric,
+    batches,
+    end_ms,
+    legal_name,
+    run_params,
+    run_status,
+    run_tags,
+    shortened,
+    split_finite,
+    start_ms,
+    variant_metrics,
+    variant_params,
+    variant_status,
+    variant_tags,
+)
+from pipeline.tracking_store import (
+    StopRequest,
+    TrackingStore,
+    default_environment,
+    file_lock,
+    host_name,
+    owner_is_alive,
+    owner_tags,
+    quiet,
+    redact,
+    server_message,
+    stop_between_calls,
+    tracking_store,
+)
+from pipeline.values import Value
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+Answer = TypeVar("Answer")
+
+LOCK_PATIENCE_S = 45.0
+"""How long a locked SQLite file, or another process creating its tables, is waited for."""
+
+TRANSIENT = ("database is locked", "already exists", "duplicate column", "no such table")
+"""What SQLite says while another process writes, or while it creates the tables."""
+
+
+class TrackResult(Value):
+    """Whether the report is in MLflow, under which run, and why not."""
+
+    run_id: str | None
+    tracked: bool
+    because: str
+
+
+@dataclass
+class _Session:
+    """One conversation with a tracking store; `open_runs` are those that must not be left RUNNING."""
+
+    client: MlflowClient
+    experiment_id: str
+    report: Report
+    run_key: str
+    stop: StopRequest
+    open_runs: list[str] = field(default_factory=list)
+
+    def ask(self, call: Callable[[], Answer]) -> Answer:
+        """One call of the store, unless a stop was requested; waits for locks."""
+        return _patiently(call, stop=self.stop)
+
+
+def track(
+    report: Report,
+    *,
+    run_folder: Path,
+    tracking_uri: str | None,
+    artifacts_folder: Path | None,
+    experiment: str = "pipeline",
+    note: str = "",
+) -> TrackResult:
+    """Log the report, its files and every variant; a report that is there already isn't logged again.
+
+    `tracking_uri` None means MLFLOW_TRACKING_URI, else the SQLite file `mlruns/mlflow.db` of the current
+    folder. `note` is Markdown for the run's page. Raises Interrupted on Ctrl-C and SIGTERM, after marking
+    the unfinished runs KILLED; whatever keeps the store from being used gives `tracked=False`.
+    """
+    try:
+        store = tracking_store(tracking_uri, artifacts_folder=artifacts_folder)
+    except UsageError as error:
+        return TrackResult(run_id=None, tracked=False, because=str(error))
+    with default_environment(), quiet(), stop_between_calls() as stop:
+        expected = _expected_errors()
+        try:
+            return _track(
+                report, store=store, run_folder=run_folder, experiment=experiment, note=note, stop=stop
+            )
+        except expected as error:
+            said = redact(" ".join(str(error).split()), uri=store.uri)[:600] or type(error).__name__
+            return TrackResult(run_id=None, tracked=False, because=f"MLflow at {store.shown}: {said}")
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """What a store that is away, locked, full, refused or without its driver raises."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return (MlflowException, SQLAlchemyError, CommandError, OSError, ModuleNotFoundError)
+
+
+def _track(
+    report: Report,
+    *,
+    store: TrackingStore,
+    run_folder: Path,
+    experiment: str,
+    note: str,
+    stop: StopRequest,
+) -> TrackResult:
+    _ask_server(store)
+    client = _patiently(lambda: _open_client(store), stop=stop)
+    location = store.artifact_location
+    experiment_id = _patiently(lambda: _experiment_id(client, experiment, location), stop=stop)
+    session = _Session(client, experiment_id, report, run_key=report.digest(), stop=stop)
+    _close_stale_runs(session)
+    known = _find(session, f"tags.`pipeline.run_key` = '{session.run_key}' and tags.`pipeline.part` = 'run'")
+    if known is not None:
+        if known.data.tags.get("pipeline.complete") == "true":
+            return TrackResult(run_id=known.info.run_id, tracked=True, because="logged before; nothing added")
+        if known.info.status == "RUNNING":
+            owner = f"process {known.data.tags.get('pipeline.pid')} on {known.data.tags.get('pipeline.host')}"
+            return TrackResult(
+                run_id=known.info.run_id, tracked=False, because=f"{owner} is logging this report now"
+            )
+    run_id = _log_everything(session, known, run_folder=run_folder, note=note)
+    return TrackResult(run_id=run_id, tracked=True, because=f"logged to {store.shown}")
+
+
+def _log_everything(session: _Session, known: Run | None, *, run_folder: Path, note: str) -> str:
+    try:
+        run_id = _log_run(session, known, run_folder=run_folder, note=note)
+        baseline = session.report.variant(session.report.baseline)
+        for variant in session.report.variants:
+            _log_variant(session, variant, parent_id=run_id, baseline=baseline)
+        _end(session, run_id, run_status(session.report))
+        session.ask(lambda: session.client.set_tag(run_id, "pipeline.complete", "true"))
+    except Interrupted:
+        _end_open_runs(session, "KILLED")
+        raise
+    except BaseException:
+        _end_open_runs(session, "FAILED")
+        raise
+    return run_id
+
+
+def _log_run(session: _Session, known: Run | None, *, run_folder: Path, note: str) -> str:
+    report = session.report
+    tags = {
+        **run_tags(report),
+        "pipeline.part": "run",
+        "mlflow.source.name": report.recipe,
+        "mlflow.source.type": "LOCAL",
+    }
+    if note:
+        tags["mlflow.note.content"] = note
+    run_id = _start(session, known, name=Path(report.recipe).stem, tags=tags)
+    metrics = []
+    if report.device is not None:
+        bandwidth = report.device.read_bandwidth_bytes_per_s
+        metrics.append(TrackedMetric("device.read_bandwidth_bytes_per_s", bandwidth))
+    _log_values(session, run_id, metrics=metrics, params=run_params(report), tags=tags)
+    _log_files(session, run_id, run_folder)
+    return run_id
+
+
+def _log_variant(
+    session: _Session, variant: VariantReport, *, parent_id: str, baseline: VariantReport | None
+) -> None:
+    name = legal_name(variant.name)
+    known = _find(
+        session, f"tags.`mlflow.parentRunId` = '{parent_id}' and tags.`pipeline.variant` = '{name}'"
+    )
+    tags = {
+        **variant_tags(variant, baseline_name=session.report.baseline),
+        "pipeline.part": "variant",
+        "pipeline.variant": name,
+        "mlflow.parentRunId": parent_id,
+    }
+    run_id = _start(session, known, name=variant.name, tags=tags)
+    _log_values(
+        session,
+        run_id,
+        metrics=variant_metrics(variant, baseline=baseline),
+        params=variant_params(variant, report=session.report),
+        tags=tags,
+    )
+    _log_samples(session, run_id, variant)
+    _end(session, run_id, variant_status(variant))
+
+
+def _log_samples(session: _Session, run_id: str, variant: VariantReport) -> None:
+    """`samples/TASK.jsonl`: one line for each document, its hash and its metrics."""
+    if variant.quality is None or not variant.quality.tasks:
+        return
+    with tempfile.TemporaryDirectory(prefix="samples-") as folder:
+        for task, result in variant.quality.tasks.items():
+            lines = (json.dumps(sample.model_dump(mode="json")) + "\n" for sample in result.samples)
+            Path(folder, f"{legal_name(task)}.jsonl").write_text("".join(lines), encoding="utf-8")
+        _log_files(session, run_id, Path(folder), under="samples")
+
+
+def _log_files(session: _Session, run_id: str, folder: Path, *, under: str = "") -> None:
+    """Every file of `folder` (none when it isn't there), one by one, so that a stop is obeyed in between."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            inside = (Path(under) / path.relative_to(folder)).parent.as_posix()
+            place = None if inside == "." else inside
+            session.stop.obey()
+            session.client.log_artifact(run_id, str(path), place)
+
+
+# --- status ---------------------------------------------------------------------------------------------
+
+
+def _end(session: _Session, run_id: str, status: str) -> None:
+    session.ask(lambda: session.client.set_terminated(run_id, status, end_time=end_ms(session.report)))
+    session.open_runs.remove(run_id)
+
+
+def _end_open_runs(session: _Session, status: str) -> None:
+    """Leave no run RUNNING; gives up at the first refusal, for the store may be what failed."""
+    os.environ.update(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0", MLFLOW_HTTP_REQUEST_TIMEOUT="5")
+    expected = _expected_errors()
+    for run_id in reversed(session.open_runs):
+        try:
+            session.client.set_terminated(run_id, status)
+        except expected:
+            return  # the next `track` on this machine finds the run by its tags and ends it
+
+
+def _close_stale_runs(session: _Session) -> None:
+    """End runs that a dead process of this machine left RUNNING."""
+    here = f"attributes.status = 'RUNNING' and tags.`pipeline.host` = '{host_name()}'"
+    found = session.ask(lambda: session.client.search_runs([session.experiment_id], here))
+    for run in found:
+        if not owner_is_alive(run.data.tags):
+            session.client.set_terminated(run.info.run_id, "KILLED")
+
+
+# --- the store ------------------------------------------------------------------------------------------
+
+
+def _ask_server(store: TrackingStore) -> None:
+    """Ask an HTTP server something cheap before anything else.
+
+    MLflow's own client turns repeated 5xx answers into "too many 500 error responses" and drops what the
+    server said (mlflow/mlflow#6169); this request keeps the answer's text.
+    """
+    if not store.is_server:
+        return
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    answer = http_request(
+        get_default_host_creds(store.uri),
+        "/api/2.0/mlflow/experiments/get",
+        "GET",
+        max_retries=1,
+        timeout=10,
+        raise_on_status=False,
+        params={"experiment_id": "0"},
+    )
+    if answer.status_code not in (200, 404):
+        raise MlflowException(f"the server answers {answer.status_code}: {server_message(answer.text)}")
+
+
+def _open_client(store: TrackingStore) -> MlflowClient:
+    from mlflow import MlflowClient
+    from mlflow.store.db import utils
+
+    # Ten tries with doubling pauses would take minutes; no environment variable shortens them.
+    utils.MAX_RETRY_COUNT = 3
+    with file_lock(store.lock):
+        return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+
+
+def _experiment_id(client: MlflowClient, name: str, artifact_location: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=artifact_location))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = client.get_experiment_by_name(name)
+    if found is None or found.lifecycle_stage != "active":
+        raise MlflowException(f"the experiment {name!r} is deleted; restore it: mlflow experiments restore")
+    return str(found.experiment_id)
+
+
+def _find(session: _Session, condition: str) -> Run | None:
+    """The oldest run of the experiment for which `condition` holds."""
+    runs = session.ask(
+        lambda: session.client.search_runs(
+            [session.experiment_id], condition, max_results=1, order_by=["attributes.start_time ASC"]
+        )
+    )
+    return runs[0] if runs else None
+
+
+def _start(session: _Session, known: Run | None, *, name: str, tags: Mapping[str, str]) -> str:
+    """Create the run, or take up one that was left unfinished."""
+    owner = {**owner_tags(), "pipeline.run_key": session.run_key}
+    if known is not None:
+        run_id = str(known.info.run_id)
+        session.open_runs.append(run_id)
+        session.ask(lambda: session.client.update_run(run_id, status="RUNNING"))
+        _log_values(session, run_id, metrics=(), params={}, tags=owner)
+        return run_id
+    identity = {key: value for key, value in tags.items() if key.startswith(("pipeline.", "mlflow.parent"))}
+    run = session.ask(
+        lambda: session.client.create_run(
+            session.experiment_id,
+            start_time=start_ms(session.report),
+            tags={**identity, **owner},
+            run_name=name,
+        )
+    )
+    session.open_runs.append(run.info.run_id)
+    return str(run.info.run_id)
+
+
+def _log_values(
+    session: _Session,
+    run_id: str,
+    *,
+    metrics: Sequence[TrackedMetric],
+    params: Mapping[str, str],
+    tags: Mapping[str, str],
+) -> None:
+    """In batches of what MLflow accepts at once; non-finite metrics become tags."""
+    from mlflow.entities import Metric, Param, RunTag
+
+    finite, not_finite = split_finite(metrics)
+    points = [Metric(each.name, each.value, end_ms(session.report), each.step) for each in finite]
+    pairs = [Param(key, shortened(value, LONGEST_PARAM)) for key, value in params.items()]
+    labels = [RunTag(key, shortened(value, LONGEST_TAG)) for key, value in {**tags, **not_finite}.items()]
+    for batch in batches(points, METRICS_PER_BATCH):
+        _send(session, run_id, metrics=batch)
+    for batch in batches(pairs, PARAMS_PER_BATCH):
+        _send(session, run_id, params=batch)
+    for batch in batches(labels, PARAMS_PER_BATCH):
+        _send(session, run_id, tags=batch)
+
+
+def _send(session: _Session, run_id: str, **batch: Any) -> None:
+    session.ask(lambda: session.client.log_batch(run_id, synchronous=True, **batch))
+
+
+def _patiently(call: Callable[[], Answer], *, stop: StopRequest) -> Answer:
+    """Call again while another process holds the SQLite file or creates its tables, for a bounded time."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    expected = _expected_errors()
+    while True:
+        stop.obey()
+        try:
+            return call()
+        except expected as error:
+            said = str(error).lower()
+            if time.monotonic() >= deadline or not any(words in said for words in TRANSIENT):
+                raise
+            time.sleep(0.5)

@@ -1,0 +1,267 @@
+"""What every quantizer needs around its own step: scan the source, carry the side files, load and check.
+
+Quantizers spread one bad number over a row or a block, casts turn large numbers into infinity, and a shipped
+generation config can make saving fail at the end of a long job. So the source is scanned tensor by tensor
+first, side files are copied as they are but for that config, and a loaded model is checked for what loaders
+leave out silently: missing tensors, weights on the meta device, an untied head.
+
+    scan = scan_source(folder)
+    notes = copy_side_files(folder, out)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CheckpointError, StageError
+from pipeline.results import Problem
+from pipeline.tensorfile import INDEX_NAME, read_json, tensors
+from pipeline.values import Value
+
+if TYPE_CHECKING:
+    import torch
+
+_NOT_CARRIED = {"config.json", "generation_config.json", "manifest.json", INDEX_NAME}
+_SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".bpe")
+SAMPLING_FLAGS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 50,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""Settings that only sampling reads, with the defaults that transformers lets pass."""
+
+
+class SourceScan(Value):
+    """A source without NaN or infinity. `overflows` maps tensors to weights beyond FP16's largest, 65504."""
+
+    weights: int
+    overflows: dict[str, int]
+
+
+def missing_packages(*names: str) -> tuple[Problem, ...]:
+    """A problem for each package that isn't installed; nothing is imported."""
+    problems = []
+    for name in names:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(Problem(what=f"the package {name} is not installed", fix=f"pip install {name}"))
+    return tuple(problems)
+
+
+def scan_source(folder: Path) -> SourceScan:
+    """Read every float tensor once, one in memory at a time.
+
+    Raises StageError naming the tensors that hold NaN or infinity, with how many.
+    """
+    import torch
+
+    bad: dict[str, int] = {}
+    overflows: dict[str, int] = {}
+    weights = 0
+    for name, tensor in read_tensors(folder):
+        if not tensor.is_floating_point():
+            continue
+        weights += tensor.numel()
+        finite = int(tensor.isfinite().sum())
+        if finite < tensor.numel():
+            bad[name] = tensor.numel() - finite
+        elif tensor.dtype != torch.float16 and (over := int(tensor.to(torch.float16).isinf().sum())):
+            overflows[name] = over
+    if bad:
+        raise StageError(
+            f"{folder}: {_counted(bad, 'non-finite')}; a quantizer spreads NaN and infinity over whole rows. "
+            "The source is damaged: fetch it again."
+        )
+    return SourceScan(weights=weights, overflows=overflows)
+
+
+def refuse_overflow(scan: SourceScan, *, label: str) -> None:
+    """Raise StageError when weights don't fit FP16's range; `label` is the precision that needs FP16."""
+    if scan.overflows:
+        raise StageError(
+            f"{label}: {_counted(scan.overflows, 'too large for FP16 (65504):')} would become infinite. "
+            "Use bf16, which has the range of FP32."
+        )
+
+
+def sixteen_bit_type(source_dtype: str, scan: SourceScan) -> str:
+    """The type for whatever stays unquantized: the source's own 16 bits, else FP16 if its range suffices."""
+    if source_dtype in ("float16", "bfloat16"):
+        return source_dtype
+    return "bfloat16" if scan.overflows else "float16"
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, one after the other, in the order of the files."""
+    from safetensors import safe_open
+
+    for file, names in _by_file(folder).items():
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+
+
+def copy_side_files(source: Path, out: Path) -> tuple[str, ...]:
+    """Copy tokenizer, template and the like; repair the generation config. Returns notes of repairs."""
+    for path in sorted(source.iterdir()):
+        carried = path.suffix in _SIDE_SUFFIXES and path.name not in _NOT_CARRIED
+        if carried and path.is_file() and not path.name.startswith("."):
+            shutil.copyfile(path, out / path.name)
+    if not (source / "generation_config.json").is_file():
+        return ()
+    settings, dropped = repaired_generation_config(read_json(source / "generation_config.json"))
+    write_json(out / "generation_config.json", settings)
+    return (f"generation_config.json: dropped {', '.join(dropped)}, set although sampling is off",) * bool(
+        dropped
+    )
+
+
+def copy_config(source: Path, out: Path, *, dtype: str) -> None:
+    """Copy `config.json`, saying in every part of it that weights are stored as `dtype` (torch's name)."""
+    config = read_json(source / "config.json")
+    text = config.get("text_config")
+    for part in [config, *([text] if isinstance(text, dict) else [])]:
+        part.pop("torch_dtype", None)
+        part["dtype"] = dtype
+    write_json(out / "config.json", config)
+
+
+def repaired_generation_config(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Without sampling settings that contradict `do_sample: false`; transformers refuses to save those."""
+    if settings.get("do_sample"):
+        return settings, ()
+    dropped = tuple(
+        name
+        for name, default in SAMPLING_FLAGS.items()
+        if settings.get(name) is not None and settings[name] != default
+    )
+    return {name: value for name, value in settings.items() if name not in dropped}, dropped
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Readable JSON with sorted keys."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def saving_to(out: Path) -> Iterator[None]:
+    """Let a full disk come out as an OSError that names the folder.
+
+    safetensors wraps it into an error of its own, and a plain write doesn't say where it failed.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
+        if not full or getattr(error, "filename", None):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and only errors from transformers, which would garble the one line on a terminal."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_pretrained(folder: Path, **settings: Any) -> torch.nn.Module:
+    """transformers' loader, offline and without remote code. Raises CheckpointError on a missing tensor."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors of the model are in no file, such as {missing[0]}"
+        )
+    if mismatched := sorted(str(entry) for entry in report["mismatched_keys"]):
+        raise CheckpointError(f"{folder}: tensors of the wrong shape, such as {mismatched[0]}")
+    return model  # type: ignore[no-any-return]
+
+
+def ready(model: torch.nn.Module, *, folder: Path, device: str) -> torch.nn.Module:
+    """The model in eval mode, checked: all of it on `device`, nothing on meta, a tied head still tied.
+
+    Raises CheckpointError.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != device.split(":")[0]:
+            raise CheckpointError(
+                f"{folder}: {name} is on {tensor.device.type}, not on {device}, after loading"
+            )
+    anything: Any = model
+    head, embedding = anything.get_output_embeddings(), anything.get_input_embeddings()
+    tied = anything.config.get_text_config(decoder=True).tie_word_embeddings
+    if tied and head is not None and head.weight.data_ptr() != embedding.weight.data_ptr():
+        raise CheckpointError(
+            f"{folder}: the head should be the embedding (tied), but was loaded apart from it"
+        )
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def cast_unquantized(model: torch.nn.Module, compute_dtype: str) -> None:
+    """Bring 16-bit float parameters and buffers to `compute_dtype` in place, so that tied ones stay tied.
+
+    FP32 ones stay: what a model keeps in FP32 (rotary tables, scales) it keeps on purpose.
+    """
+    import torch
+
+    wanted = getattr(torch, compute_dtype)
+    for module in model.modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for _, tensor in own:
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in _sixteen_bit():
+                tensor.data = tensor.data.to(wanted)
+
+
+def _sixteen_bit() -> tuple[torch.dtype, ...]:
+    import torch
+
+    return torch.float16, torch.bfloat16
+
+
+def _by_file(folder: Path) -> dict[str, list[str]]:
+    files: dict[str, list[str]] = {}
+    for name, info in tensors(folder).items():
+        files.setdefault(info.file, []).append(name)
+    return files
+
+
+def _counted(found: dict[str, int], what: str) -> str:
+    """ "1 non-finite weight in a.weight", or the total with the first names."""
+    total, names = sum(found.values()), list(found)
+    noun = "weight" if total == 1 else "weights"
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    where = ", ".join(f"{name} ({found[name]})" if len(names) > 1 else name for name in names[:3])
+    if what.endswith(":"):
+        return f"{total} {noun} {what} {where}{more}"
+    return f"{total} {what} {noun} in {where}{more}"

@@ -1,0 +1,127 @@
+"""One stage in a fresh process: request JSON in, result JSON file out.
+
+    python -m pipeline.worker STAGE REQUEST RESULT
+
+Standard output carries the protocol, one JSON object a line (`progress`, `failure`, and for the speed stage
+`opened` and `turn`); whatever libraries print goes to standard error. The speed stage stays alive and takes
+turns: it reads one JSON line (`{"batch_size": 1, "seed": 7}`) for each and ends at end of input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipeline.errors import PipelineError
+from pipeline.store import write_atomically
+from pipeline.values import Value
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run one stage; the exit status is 0 when the result file was written."""
+    stage, request_path, result_path = arguments
+    protocol = _take_over_stdout()
+    _die_with_parent()
+    _quiet_libraries()
+
+    def emit(event: str, **fields: Any) -> None:
+        protocol.write(json.dumps({"event": event, **fields}) + "\n")
+        protocol.flush()
+
+    try:
+        request = Path(request_path).read_text("utf-8")
+        if stage == "speed":
+            _speed_turns(request, emit)
+        else:
+            result = _run(stage, request, progress=_throttled(lambda text: emit("progress", text=text)))
+            write_atomically(Path(result_path), result.to_json())
+    except PipelineError as error:
+        emit("failure", reason="failed", message=str(error))
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001  (the parent needs the reason; the traceback goes to the log)
+        from pipeline.stages import first_line, is_out_of_memory
+
+        traceback.print_exc()
+        reason = "out_of_memory" if is_out_of_memory(error) else "failed"
+        emit("failure", reason=reason, message=f"{type(error).__name__}: {first_line(error)}")
+        return 4
+    return 0
+
+
+def _run(stage: str, request: str, *, progress: Callable[[str], None]) -> Value:
+    from pipeline import stages
+
+    if stage == "quantize":
+        return stages.quantize(stages.QuantizeRequest.model_validate_json(request), progress=progress)
+    if stage == "capacity":
+        return stages.capacity(stages.CapacityRequest.model_validate_json(request), progress=progress)
+    if stage == "quality":
+        return stages.quality(stages.QualityStageRequest.model_validate_json(request), progress=progress)
+    if stage == "source":
+        return stages.random_source(
+            stages.RandomSourceRequest.model_validate_json(request), progress=progress
+        )
+    assert stage == "device-speed", stage
+    return stages.device_speed(stages.DeviceSpeedRequest.model_validate_json(request), progress=progress)
+
+
+def _speed_turns(request: str, emit: Callable[..., None]) -> None:
+    from pipeline import stages
+
+    session = stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
+    emit("opened", opened=session.opened.model_dump(mode="json"))
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        result = session.run(batch_size=wanted["batch_size"], seed=wanted["seed"])
+        emit("turn", turn=result.model_dump(mode="json"))
+
+
+def _take_over_stdout() -> TextIO:
+    """Keep standard output for the protocol and send everything that libraries print to standard error."""
+    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return protocol
+
+
+def _die_with_parent() -> None:
+    """A killed parent must not leave a worker that goes on using the device (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption stops
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and advice of libraries would drown the log; warnings stay in it."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.simplefilter("once")
+
+
+def _throttled(emit: Callable[[str], None], *, interval_s: float = 0.5) -> Callable[[str], None]:
+    """At most two messages a second, so that telling about the work doesn't disturb it."""
+    last = -interval_s
+
+    def tell(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= interval_s:
+            last = now
+            emit(text)
+
+    return tell
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

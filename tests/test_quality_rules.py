@@ -1,0 +1,334 @@
+"""The quality rules: paired on the same documents, three outcomes, and what must never count as a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.results import Finding, MetricScore, Sample, VariantResults
+from pipeline.rules.base import Rule
+from pipeline.rules.max_perplexity_increase import MaxPerplexityIncrease
+from pipeline.rules.max_quality_drop import MaxQualityDrop
+from tests import result_builders as build
+
+QUALITY = MaxQualityDrop(points=2.0)
+PERPLEXITY = MaxPerplexityIncrease(percent=1.0)
+
+
+def one(rule: Rule, candidate: VariantResults, baseline: VariantResults) -> Finding:
+    (finding,) = rule.judge(baseline=baseline, candidate=candidate)
+    return finding
+
+
+def answers(rule: Rule, *, both_right: int, lost: int, gained: int, both_wrong: int) -> Finding:
+    before, after = build.paired_answers(
+        both_right=both_right, lost=lost, gained=gained, both_wrong=both_wrong
+    )
+    return one(
+        rule, with_tasks("int8", build.task(values=after)), with_tasks("fp16", build.task(values=before))
+    )
+
+
+def with_tasks(name: str, *tasks: Any, **fields: Any) -> VariantResults:
+    return build.variant(name, quality=build.quality(*tasks, **fields))
+
+
+# --- right/wrong quality --------------------------------------------------------------------------------
+
+
+def test_a_paired_drop_is_found_where_an_unpaired_test_sees_nothing() -> None:
+    finding = answers(QUALITY, both_right=70, lost=10, gained=2, both_wrong=18)
+    assert finding.outcome == "fail"
+    assert (finding.subject, finding.limit) == ("piqa", 2.0)
+    assert finding.observed == pytest.approx(8.0)
+    assert "80.0% → 72.0% on 100 documents" in finding.because
+    assert "10 right → wrong and 2 wrong → right" in finding.because
+    assert "p = 0.03857" in finding.because
+
+
+def test_no_change_in_many_documents_passes() -> None:
+    assert answers(QUALITY, both_right=700, lost=0, gained=0, both_wrong=300).outcome == "pass"
+
+
+def test_no_change_in_few_documents_proves_nothing() -> None:
+    finding = answers(QUALITY, both_right=30, lost=0, gained=0, both_wrong=10)
+    assert finding.outcome == "inconclusive"
+    assert "documents would decide" in finding.because
+    assert finding.interval is not None
+    assert finding.interval[1] > 2.0
+
+
+def test_one_document_is_inconclusive() -> None:
+    assert answers(QUALITY, both_right=1, lost=0, gained=0, both_wrong=0).outcome == "inconclusive"
+
+
+def test_flips_that_cancel_are_shown_and_not_taken_for_no_change() -> None:
+    finding = answers(QUALITY, both_right=30, lost=30, gained=30, both_wrong=10)
+    assert finding.outcome == "inconclusive"
+    assert finding.observed == 0.0
+    assert "30 right → wrong and 30 wrong → right (exact McNemar p = 1" in finding.because
+
+
+def test_a_gain_of_thirty_points_is_implausible() -> None:
+    finding = answers(QUALITY, both_right=40, lost=0, gained=30, both_wrong=30)
+    assert finding.outcome == "missing"
+    assert "implausible" in finding.because
+
+
+def test_the_order_of_documents_does_not_matter() -> None:
+    before, after = build.paired_answers(both_right=70, lost=10, gained=2, both_wrong=18)
+    baseline = with_tasks("fp16", build.task(values=before))
+    plain = build.task(values=after)
+    shuffled = plain.model_copy(update={"samples": tuple(reversed(plain.samples))})
+    assert one(QUALITY, with_tasks("int8", plain), baseline) == one(
+        QUALITY, with_tasks("int8", shuffled), baseline
+    )
+
+
+def test_a_lost_document_is_refused_with_both_counts() -> None:
+    baseline = with_tasks("fp16", build.task(values=[1.0] * 99))
+    finding = one(QUALITY, with_tasks("int8", build.task(values=[1.0] * 100)), baseline)
+    assert finding.outcome == "missing"
+    assert "99 vs 100 documents" in finding.because
+
+
+def test_another_document_in_the_same_place_is_refused() -> None:
+    plain = build.task(values=[1.0] * 100)
+    stranger = Sample(doc_hash="other", metrics={"acc": 1.0})
+    other = plain.model_copy(update={"samples": (stranger, *plain.samples[1:])})
+    finding = one(QUALITY, with_tasks("int8", other), with_tasks("fp16", plain))
+    assert finding.outcome == "missing"
+    assert "1 of 100 documents differ" in finding.because
+
+
+def test_documents_that_occur_twice_are_paired_twice() -> None:
+    samples = tuple(Sample(doc_hash=f"d{i // 2}", metrics={"acc": 1.0}) for i in range(400))
+    doubled = build.task(values=[1.0] * 400).model_copy(update={"samples": samples})
+    finding = one(QUALITY, with_tasks("int8", doubled), with_tasks("fp16", doubled))
+    assert finding.outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"batch_size": 4},
+        {"compute_dtype": "bfloat16"},
+        {"engine": "llama_cpp"},
+        {"chat_template_hash": "other"},
+        {"tokenizer_hash": "other"},
+        {"harness_version": "0.4.12"},
+        {"limit": 50},
+        {"seed": 1},
+        {"adds_bos_token": True},
+    ],
+)
+def test_quality_under_other_conditions_is_missing_and_names_them(field: dict[str, Any]) -> None:
+    task = build.task(values=[1.0] * 400)
+    finding = one(QUALITY, with_tasks("int8", task, **field), with_tasks("fp16", task))
+    assert finding.outcome == "missing"
+    assert next(iter(field)) in finding.because
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"prompts_hash": "x"},
+        {"data_hash": "x"},
+        {"task_hash": "x"},
+        {"num_fewshot": 5},
+        {"task_version": "2"},
+    ],
+)
+def test_a_task_asked_in_another_way_is_missing_and_says_how(field: dict[str, Any]) -> None:
+    values = [1.0] * 400
+    finding = one(
+        QUALITY,
+        with_tasks("int8", build.task(values=values, **field)),
+        with_tasks("fp16", build.task(values=values)),
+    )
+    assert finding.outcome == "missing"
+    assert next(iter(field)) in finding.because
+
+
+def test_a_named_task_without_results_is_missing_by_name() -> None:
+    task = build.task(values=[1.0] * 400)
+    rule = MaxQualityDrop(points=2.0, tasks=("piqa", "arc_easy"))
+    findings = rule.judge(baseline=with_tasks("fp16", task), candidate=with_tasks("int8", task))
+    assert [(finding.subject, finding.outcome) for finding in findings] == [
+        ("piqa", "pass"),
+        ("arc_easy", "missing"),
+    ]
+    assert "arc_easy" in findings[1].because
+
+
+@pytest.mark.parametrize("short", ["baseline", "candidate"])
+def test_a_task_that_only_one_arm_has_is_missing(short: str) -> None:
+    both = (build.task(values=[1.0] * 400), build.task("sciq", values=[1.0] * 400))
+    arms = {"baseline": both, "candidate": both, short: both[:1]}
+    findings = QUALITY.judge(
+        baseline=with_tasks("fp16", *arms["baseline"]), candidate=with_tasks("int8", *arms["candidate"])
+    )
+    assert {finding.subject: finding.outcome for finding in findings} == {"piqa": "pass", "sciq": "missing"}
+
+
+def test_a_score_that_is_not_finite_is_missing() -> None:
+    score = {"acc": MetricScore(score=None, stderr=None, higher_is_better=True)}
+    values = [1.0] * 400
+    finding = one(
+        QUALITY,
+        with_tasks("int8", build.task(values=values, metrics=score)),
+        with_tasks("fp16", build.task(values=values)),
+    )
+    assert finding.outcome == "missing"
+    assert "not a finite number" in finding.because
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), "0.7", True])
+def test_a_score_that_is_no_number_cannot_even_be_stored(score: object) -> None:
+    with pytest.raises(ValidationError):
+        MetricScore.model_validate({"score": score, "stderr": None, "higher_is_better": True})
+
+
+def test_logits_that_are_not_finite_make_every_task_missing() -> None:
+    task = build.task(values=[1.0] * 400)
+    finding = one(QUALITY, with_tasks("int8", task, logits_finite=False), with_tasks("fp16", task))
+    assert finding.outcome == "missing"
+
+
+def test_an_error_rate_is_judged_in_its_own_direction() -> None:
+    metrics = {"acc": MetricScore(score=0.5, stderr=None, higher_is_better=False)}
+    before, after = [0.0] * 400, [0.0] * 300 + [1.0] * 100
+    rising = one(
+        QUALITY,
+        with_tasks("int8", build.task(values=after, metrics=metrics)),
+        with_tasks("fp16", build.task(values=before, metrics=metrics)),
+    )
+    assert (rising.outcome, rising.observed) == ("fail", 25.0)
+
+
+def test_a_metric_without_direction_is_refused() -> None:
+    task = build.task(values=[1.0] * 400)
+    rule = MaxQualityDrop(points=2.0, metric="exact_match")
+    finding = one(rule, with_tasks("int8", task), with_tasks("fp16", task))
+    assert finding.outcome == "missing"
+    assert "no metric exact_match; it has acc" in finding.because
+
+
+def test_several_tasks_carry_holm_adjusted_p_values() -> None:
+    before, after = build.paired_answers(both_right=70, lost=10, gained=2, both_wrong=18)
+    findings = QUALITY.judge(
+        baseline=with_tasks("fp16", build.task(values=before), build.task("sciq", values=before)),
+        candidate=with_tasks("int8", build.task(values=after), build.task("sciq", values=before)),
+    )
+    assert "p = 0.03857, 0.07715 after Holm over 2 tasks" in findings[0].because
+
+
+def test_graded_scores_are_judged_by_the_bootstrap() -> None:
+    before = [0.5 + 0.001 * (i % 100) for i in range(300)]
+    after = [value - 0.1 - 0.0001 * (i % 7) for i, value in enumerate(before)]
+    worse = one(
+        QUALITY,
+        with_tasks("int8", build.task(values=after)),
+        with_tasks("fp16", build.task(values=before)),
+    )
+    assert worse.outcome == "fail"
+    assert worse.observed == pytest.approx(10.03, abs=0.01)
+    same = one(
+        QUALITY,
+        with_tasks("int8", build.task(values=before[:5])),
+        with_tasks("fp16", build.task(values=before[:5])),
+    )
+    assert same.outcome == "inconclusive"
+
+
+def test_only_perplexity_tasks_leave_a_quality_rule_nothing_to_judge() -> None:
+    task = build.rolling_task()
+    finding = one(QUALITY, with_tasks("int8", task), with_tasks("fp16", task))
+    assert finding.outcome == "missing"
+    assert "nothing to judge" in finding.because
+
+
+# --- perplexity -----------------------------------------------------------------------------------------
+
+NATS = [230.0 + (7 * i) % 40 for i in range(50)]
+
+
+def perplexity(shift: float, *, spread: float = 0.0, count: int = 50, percent: float = 1.0) -> Finding:
+    """Judge a candidate whose NLL per token is `shift` higher, ± `spread` by document."""
+    before = NATS[:count]
+    after = [nats + 100 * (shift + spread * (-1) ** i) for i, nats in enumerate(before)]
+    return one(
+        MaxPerplexityIncrease(percent=percent),
+        with_tasks("int8", build.rolling_task(nats=after)),
+        with_tasks("fp16", build.rolling_task(nats=before)),
+    )
+
+
+def test_perplexity_ten_to_twenty_is_a_regression_of_a_hundred_percent() -> None:
+    finding = perplexity(0.693147181)
+    assert finding.outcome == "fail"
+    assert finding.observed == pytest.approx(100.0, abs=1e-4)
+
+
+def test_perplexity_twenty_to_ten_is_an_improvement() -> None:
+    finding = perplexity(-0.693147180)
+    assert finding.outcome == "pass"
+    assert finding.observed == pytest.approx(-50.0, abs=1e-4)
+
+
+def test_perplexity_that_collapses_is_implausible() -> None:
+    finding = perplexity(-1.2)
+    assert finding.outcome == "missing"
+    assert "implausible" in finding.because
+
+
+def test_perplexity_inside_outside_and_across_the_limit() -> None:
+    assert perplexity(0.002, spread=0.003).outcome == "pass"
+    assert perplexity(0.02, spread=0.003).outcome == "fail"
+    undecided = perplexity(0.008, spread=0.02)
+    assert undecided.outcome == "inconclusive"
+    assert "documents would decide" in undecided.because
+
+
+def test_perplexity_of_one_document_is_inconclusive() -> None:
+    finding = perplexity(0.002, count=1)
+    assert finding.outcome == "inconclusive"
+    assert finding.interval is None
+
+
+def test_equal_log_likelihoods_of_a_quantized_model_are_implausible() -> None:
+    finding = perplexity(0.0)
+    assert finding.outcome == "missing"
+    assert "to the last bit" in finding.because
+
+
+def test_a_null_run_of_the_same_precision_passes() -> None:
+    task = build.rolling_task(nats=NATS)
+    candidate = build.variant("again", "fp16", quality=build.quality(task))
+    assert one(PERPLEXITY, candidate, with_tasks("fp16", task)).outcome == "pass"
+
+
+def test_perplexity_over_other_tokens_is_missing() -> None:
+    finding = one(
+        PERPLEXITY,
+        with_tasks("int8", build.rolling_task(nats=NATS, tokens=101)),
+        with_tasks("fp16", build.rolling_task(nats=NATS)),
+    )
+    assert finding.outcome == "missing"
+    assert "different numbers of tokens" in finding.because
+
+
+def test_a_positive_log_likelihood_is_implausible() -> None:
+    finding = one(
+        PERPLEXITY,
+        with_tasks("int8", build.rolling_task(nats=[-1.0, 200.0])),
+        with_tasks("fp16", build.rolling_task(nats=[230.0, 200.0])),
+    )
+    assert finding.outcome == "missing"
+
+
+def test_no_perplexity_task_leaves_a_perplexity_rule_nothing_to_judge() -> None:
+    task = build.task(values=[1.0] * 10)
+    assert one(PERPLEXITY, with_tasks("int8", task), with_tasks("fp16", task)).outcome == "missing"
