@@ -37,6 +37,7 @@ SAME_FOR_QUALITY = (
     "batch_size",
     "seed",
     "limit",
+    "limits",
     "chat_template_hash",
     "tokenizer_hash",
     "adds_bos_token",

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from pipeline.engines.base import Session
 from pipeline.results import Distribution, SpeedRow
-from pipeline.roofline import bandwidth_share, plausible
+from pipeline.roofline import PLAUSIBLE_SHARE, bandwidth_share, plausible
 from pipeline.values import Value
 
 Clock = Callable[[], float]
@@ -158,6 +158,8 @@ def summarise(
             share, read_bytes_per_step=bytes_read_per_step, last_level_cache_bytes=last_level_cache_bytes
         )
     because = _void_reason(produced, expected, traces)
+    if share is not None and share > PLAUSIBLE_SHARE and believable:
+        share = None  # the processor's cache serves a model this small: no share of the memory's bandwidth
     if not because and not believable:
         because = f"decoding would read {share:.2f} × the measured memory bandwidth, which can't be"
     return SpeedRow(

@@ -101,6 +101,7 @@ def quality_request(loaded: LoadedRecipe, recipe: ExpandedRecipe) -> QualityRequ
         task_folders=tuple(str(loaded.resolve(folder)) for folder in spec.task_folders),
         data_folder=str(data),
         limit=spec.limit,
+        limits=spec.limits,
         seed=spec.seed,
         batch_size=spec.batch_size,
         num_fewshot=spec.num_fewshot,

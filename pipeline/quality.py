@@ -95,6 +95,7 @@ def evaluate(
         batch_size=request.batch_size,
         seed=request.seed,
         limit=request.limit,
+        limits=dict(request.limits),
         chat_template_hash=chat_template_hash(tokenizer),
         tokenizer_hash=rules_hash,
         adds_bos_token=adds_bos(tokenizer),
@@ -287,7 +288,7 @@ def _run(
     output = run_tasks(
         lm=harness,
         task_dict={"tasks": {name: task}},
-        limit=request.limit,
+        limit=request.limits.get(name, request.limit),
         bootstrap_iters=_BOOTSTRAP_ROUNDS,
         log_samples=True,
         apply_chat_template=request.apply_chat_template,

@@ -100,12 +100,16 @@ class CapacitySpec(Value):
 
 
 class QualitySpec(Value):
-    """lm-eval tasks, by official name or from `task_folders` (relative to the recipe)."""
+    """lm-eval tasks, by official name or from `task_folders` (relative to the recipe).
+
+    `limit` is the first N documents of every task, `limits` the same for single tasks by name.
+    """
 
     tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     task_folders: tuple[str, ...] = ()
     data_folder: str | None = None
     limit: Positive | None = None
+    limits: dict[str, Positive] = Field(default_factory=dict)
     seed: int = 1234
     batch_size: Positive = 8
     num_fewshot: Annotated[int, Field(ge=0)] | None = None

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-def nearest(name: str, allowed: Sequence[str]) -> str:
+def nearest(name: str, allowed: Sequence[Any]) -> str:
     """`; did you mean 'x'? allowed: x, y` for messages; the first part only when something is near."""
+    allowed = [str(one) for one in allowed]
     close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.55)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(dict.fromkeys(allowed))
@@ -127,6 +128,7 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_precision_faults(data, precisions),
         *_variant_faults(data, precisions),
         *_gate_faults(data),
+        *_limit_faults(data),
         *_random_weight_faults(data),
         *_length_faults(data),
     ]
@@ -214,7 +216,7 @@ def _gate_faults(data: dict[str, Any]) -> Found:
     quality = data.get("quality")
     tasks = quality.get("tasks") if isinstance(quality, dict) else None
     for index, rule in _dicts(data.get("gate")):
-        kind = rules.get(rule.get("kind", ""))
+        kind = rules.get(str(rule.get("kind")))
         if kind is None:
             continue  # the schema says so
         for section in sorted(kind.needs):
@@ -227,12 +229,22 @@ def _gate_faults(data: dict[str, Any]) -> Found:
         if "batch_size" in kind.model_fields and isinstance(batch_sizes, list) and wanted not in batch_sizes:
             yield ("gate", index), f"batch size {wanted} is not measured; speed.batch_sizes: {batch_sizes}"
         known = tasks if isinstance(tasks, list) else []
-        for place, task in enumerate(rule.get("tasks") or ()):
+        named = rule.get("tasks")
+        for place, task in enumerate(named if isinstance(named, list) else ()):
             if known and task not in known:
-                yield (
-                    ("gate", index, "tasks", place),
-                    f"{task!r} is not among quality.tasks{nearest(str(task), known)}",
-                )
+                message = f"{task!r} is not among quality.tasks{nearest(str(task), known)}"
+                yield ("gate", index, "tasks", place), message
+
+
+def _limit_faults(data: dict[str, Any]) -> Found:
+    quality = data.get("quality")
+    limits = quality.get("limits") if isinstance(quality, dict) else None
+    tasks = quality.get("tasks") if isinstance(quality, dict) else None
+    if not isinstance(limits, dict) or not isinstance(tasks, list):
+        return
+    for task in limits:
+        if task not in tasks:
+            yield ("quality", "limits", task), f"{task!r} is not among quality.tasks{nearest(task, tasks)}"
 
 
 def _random_weight_faults(data: dict[str, Any]) -> Found:

@@ -222,8 +222,9 @@ class CapacityProbe(Value):
 class CapacityResult(Value):
     """How many sequences of `context_tokens` fit at once into `budget_bytes`.
 
-    Predicted from resident weights, KV cache and a probe's overhead; measured by really running prefill and
-    decode with that many. `limited_by` says what ended the search.
+    Predicted from resident weights and KV cache alone; measured by really running prefill and decode with
+    that many, activations included (on a CPU: resident weights + growth of the process over its idle state).
+    `limited_by` says what ended the search.
     """
 
     context_tokens: int
@@ -288,6 +289,7 @@ class QualityResult(Value):
     batch_size: int
     seed: int
     limit: int | None
+    limits: dict[str, int] = Field(default_factory=dict)
     chat_template_hash: str | None
     tokenizer_hash: str
     adds_bos_token: bool

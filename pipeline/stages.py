@@ -139,7 +139,7 @@ class SpeedSession:
     """The worker's side of the speed stage: one loaded variant that runs a batch when it has the turn."""
 
     def __init__(self, request: SpeedRequest) -> None:
-        import torch  # noqa: F401  (imported before the first reading, so that it isn't counted as weights)
+        import transformers  # noqa: F401  (imported before the first reading: libraries are no weights)
 
         self._request = request
         reset_peak_resident_bytes()
@@ -196,11 +196,8 @@ def _open(checkpoint: RunnableCheckpoint) -> Session:
 
 def capacity(request: CapacityRequest, *, progress: Progress) -> CapacityResult:
     """Find the largest batch that really runs prefill and decode at full length within the budget."""
-    import torch  # noqa: F401  (see SpeedSession)
-
-    before = resident_bytes_now()
     session = _open(request.checkpoint)
-    prober = _Prober(session, request=request, process_bytes_before_load=before)
+    prober = _Prober(session, request=request)
     weights = session.memory().weight_bytes_resident
     first = prober(1, progress=progress)
     kv_bytes = prober.kv_bytes_per_sequence
@@ -263,11 +260,17 @@ def _why_limited(probes: list[CapacityProbe], *, at_ceiling: bool, ceiling: int)
 class _Prober:
     """Runs one batch at full length and says whether it stayed within the budget; keeps every try."""
 
-    def __init__(self, session: Session, *, request: CapacityRequest, process_bytes_before_load: int) -> None:
+    def __init__(self, session: Session, *, request: CapacityRequest) -> None:
         self._session = session
         self._request = request
-        self._before = process_bytes_before_load
         self.probes: list[CapacityProbe] = []
+        # One tiny batch brings every weight into memory and fills the libraries' own buffers, so that what
+        # the process holds beside the weights afterwards is not counted as cache or activations.
+        session.prefill([[0, 0]], new_tokens=2)
+        session.decode_step()
+        session.release()
+        self._weights = session.memory().weight_bytes_resident
+        self._idle = resident_bytes_now()
         self.kv_bytes_per_sequence = 0
 
     def __call__(self, sequences: int, *, progress: Progress) -> CapacityProbe:
@@ -304,8 +307,9 @@ class _Prober:
             return CapacityProbe(sequences=sequences, outcome=outcome, because=because)
         self.kv_bytes_per_sequence = (memory.kv_cache_bytes or 0) // sequences
         session.release()
-        on_cpu = request.checkpoint.device == "cpu"
-        used = memory.peak_bytes - self._before if on_cpu else memory.peak_bytes
+        used = memory.peak_bytes
+        if request.checkpoint.device == "cpu":
+            used = self._weights + max(0, memory.peak_bytes - self._idle)
         if used > request.budget_bytes:
             because = f"{sequences} sequences need {used:,} B, the budget is {request.budget_bytes:,} B"
             return CapacityProbe(

@@ -47,7 +47,8 @@ Positive = Annotated[int, Field(ge=1)]
 class QualityRequest(Value):
     """What the quality stage measures, with every folder absolute.
 
-    `data_folder` is what `${EVAL_DATA}` becomes; `limit` is the first N documents of each task;
+    `data_folder` is what `${EVAL_DATA}` becomes; `limit` is the first N documents of each task,
+    `limits` the same for tasks by name;
     `max_length_tokens` is the longest sequence (prompt and answer), by default the model's own limit.
     """
 
@@ -55,6 +56,7 @@ class QualityRequest(Value):
     task_folders: tuple[str, ...]
     data_folder: str
     limit: Positive | None
+    limits: dict[str, Positive] = Field(default_factory=dict)
     seed: int
     batch_size: Positive
     num_fewshot: Annotated[int, Field(ge=0)] | None

@@ -95,7 +95,8 @@ class TransformersSession(Session):
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         import torch
 
-        with torch.inference_mode():
+        # Not inference_mode: quanto's packed INT4 tensors make views that it forbids.
+        with torch.no_grad():
             output = self.model(input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
