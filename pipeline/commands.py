@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.errors import Interrupted, PrerequisiteError, UsageError
 from pipeline.footprint import cached_shape_facts
 from pipeline.gate import exit_code, judge_all
-from pipeline.hardware import DATA_SHEET, Device, detect, named
+from pipeline.hardware import DATA_SHEET, Device, detect, fingerprint, named, with_measured
 from pipeline.model_source import read_config
 from pipeline.plan import Plan, make_plan
 from pipeline.plugins import plugin_classes
@@ -30,10 +30,9 @@ from pipeline.provenance import collect
 from pipeline.recipe import AnyRule, LoadedRecipe, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import DeviceSpeed, Report, VariantResults
-from pipeline.runner import RunState, prepare, run_stages, variant_results
+from pipeline.runner import MEASURED_DEVICE, RunState, prepare, run_stages, variant_results
 from pipeline.stages import DeviceSpeedRequest
 from pipeline.store import Store, write_atomically
-from pipeline.text_table import text_table
 from pipeline.tracking import TrackResult, track
 from pipeline.values import Value
 
@@ -147,7 +146,12 @@ def plan_recipe(path: Path, *, hardware: str | None) -> Plan:
 
 
 def _device(name: str) -> Device:
-    return detect() if name == "host" else named(name)
+    """A device of the data sheet, or this machine with the limits that `doctor` or a run last measured on it."""
+    if name != "host":
+        return named(name)
+    device = detect()
+    measured = store_from_environment().get(MEASURED_DEVICE, fingerprint(device), DeviceSpeed)
+    return with_measured(device, measured) if measured else device
 
 
 def _no_architecture(loaded: LoadedRecipe) -> str:
@@ -278,6 +282,7 @@ def examine(*, as_json: bool, stream: TextIO) -> str:
     measured = run_stage(
         "device-speed", request, DeviceSpeed, log=store.root / "doctor.log", progress=lambda _: None
     )
+    store.put(MEASURED_DEVICE, fingerprint(device), measured)
     found = Examination(
         device=device,
         measured=measured,
@@ -303,4 +308,5 @@ def _examination_text(found: Examination) -> str:
         ("disk free", f"{found.disk_free_bytes / 1e9:.1f} GB"),
         ("names for --hardware", ", ".join(["host", *found.data_sheet_names])),
     ]
-    return text_table(("what", "found"), rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

@@ -106,7 +106,7 @@ def with_measured(device: Device, speed: DeviceSpeed) -> Device:
         update={
             "bandwidth_bytes_per_s": speed.read_bandwidth_bytes_per_s,
             "peak_flops_per_s": {**device.peak_flops_per_s, **peaks},
-            "source": f"measured here (before: {device.source})",
+            "source": f"measured here; memory: {device.source}",
         }
     )
 

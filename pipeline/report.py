@@ -175,7 +175,7 @@ def markdown(report: Report) -> str:
     parts = [
         f"# {report.verdict}: {report.resolved_recipe['model']['id']}",
         "\n".join(f"- {reason}" for reason in report.because),
-        markdown_table(header, rows),
+        markdown_table(header, rows, text_columns=("verdict",)),
         "## Findings",
         markdown_table(
             ("variant", "rule", "outcome", "observed", "limit", "unit", "because"),
@@ -192,6 +192,7 @@ def markdown(report: Report) -> str:
                 for variant in report.variants
                 for finding in variant.findings
             ],
+            text_columns=("rule", "outcome", "unit", "because"),
         ),
     ]
     notes = [f"- {variant.name}: {note}" for variant in report.variants for note in _notes(variant)]
@@ -265,7 +266,7 @@ def _speed_markdown(report: Report) -> str:
         "ITL p99 ms",
         "bandwidth share",
     )
-    return f"{markdown_table(header, rows)}\n\n{beside}"
+    return f"{markdown_table(header, rows, text_columns=('outcome',))}\n\n{beside}"
 
 
 def _provenance(report: Report) -> str:

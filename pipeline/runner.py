@@ -51,6 +51,9 @@ from pipeline.values import Value
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
+MEASURED_DEVICE = "measured-device"
+"""Where the store keeps a machine's last measured limits, for `plan` and `doctor` only."""
+
 
 @dataclass
 class RunState:
@@ -291,6 +294,7 @@ def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, k
         for variant in members:
             state.fail(variant.name, StageFailure(stage="speed", reason="failed", message=str(error)))
         return
+    state.store.put(MEASURED_DEVICE, state.machine, state.speed.device)
     # A set with failures is measured again next time: what failed may have been mended.
     if not state.speed.failures:
         state.store.put("speed", key, state.speed)

@@ -63,7 +63,9 @@ def measure_speed(
         progress=progress,
     )
     needed = sum(manifest.weight_bytes_on_disk * 2 + _PROCESS_BYTES for manifest in manifests.values())
-    together = needed < 0.8 * available_memory_bytes(device)
+    # A GPU is asked for by its size: its free memory could only be read by opening it in this process.
+    free = device.memory_bytes if device.kind == "cuda" else available_memory_bytes()
+    together = needed < 0.8 * free
     if together:
         stage.together()
     else:

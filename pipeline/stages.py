@@ -151,7 +151,7 @@ class SpeedSession:
             weight_bytes_resident=self._session.memory().weight_bytes_resident,
             process_bytes_before_load=before,
             process_bytes_after_load=resident_bytes_now(),
-            peak_load_bytes=peak_resident_bytes(),
+            peak_load_bytes=self._session.memory().peak_bytes,
         )
 
     def run(self, *, batch_size: int, seed: int) -> TurnResult:

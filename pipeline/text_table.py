@@ -25,7 +25,8 @@ def text_table(header: Sequence[str], rows: Rows) -> str:
     )
 
 
-def markdown_table(header: Sequence[str], rows: Rows) -> str:
-    """A Markdown table; pipes in cells are escaped."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def markdown_table(header: Sequence[str], rows: Rows, *, text_columns: Sequence[str] = ()) -> str:
+    """A Markdown table; figures are aligned right, the first column and `text_columns` left."""
+    marks = ["---" if name in (header[0], *text_columns) else "---:" for name in header]
+    lines = [header, marks, *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
