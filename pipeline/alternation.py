@@ -9,7 +9,8 @@ doesn't fit into memory together, variants run one after the other and the basel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -19,6 +20,7 @@ from pipeline.results import Distribution
 from pipeline.values import Value
 
 MAX_ROUNDS = 50
+"""Repeats after which a minimum time is no longer waited for."""
 
 
 class TurnResult(Value):
@@ -72,19 +74,25 @@ def time_in_turn(
 ) -> dict[str, list[ShapeTiming]]:
     """All batch sizes of all variants, in alternation."""
     timings: dict[str, list[ShapeTiming]] = {name: [] for name in turns}
+    # Never started anew: a seed used for two batch sizes would give both the same first prompts.
+    seeds = itertools.count(plan.seed + 1)
     for batch_size in plan.batch_sizes:
         shape = {name: ShapeTiming(batch_size) for name in turns}
         for name, timing in shape.items():
             timings[name].append(timing)
-        _time_shape(turns, shape, plan=plan, progress=progress)
+        _time_shape(turns, shape, plan=plan, seeds=seeds, progress=progress)
     return timings
 
 
 def _time_shape(
-    turns: Mapping[str, Turn], shape: Mapping[str, ShapeTiming], *, plan: TimingPlan, progress: Progress
+    turns: Mapping[str, Turn],
+    shape: Mapping[str, ShapeTiming],
+    *,
+    plan: TimingPlan,
+    seeds: Iterator[int],
+    progress: Progress,
 ) -> None:
-    seed = plan.seed
-    for round_number in range(plan.warmup + 2 * MAX_ROUNDS):
+    for round_number in itertools.count():
         warming = round_number < plan.warmup
         waiting = [
             name
@@ -94,11 +102,10 @@ def _time_shape(
         if not waiting and not warming:
             return
         for name in waiting:
-            seed += 1
             timing = shape[name]
             doing = "warm-up" if warming else f"repeat {len(timing.traces) + 1}"
             progress(f"{name}: batch {timing.batch_size}, {doing}")
-            result = turns[name].run(batch_size=timing.batch_size, seed=seed)
+            result = turns[name].run(batch_size=timing.batch_size, seed=next(seeds))
             _take(timing, result, warming=warming)
 
 

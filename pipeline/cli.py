@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
-from pipeline.errors import PipelineError, PrerequisiteError
+from pipeline.errors import Interrupted, PipelineError, PrerequisiteError
 
 EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or usage · 3 prerequisite missing ·
 4 a stage failed · 5 inconclusive · 130 interrupted"""
@@ -20,7 +21,8 @@ EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or us
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code. A user's mistake is printed without a traceback."""
-    options = _parser().parse_args(arguments)
+    _open_closed_streams()
+    options = _parse(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -31,11 +33,21 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         _tell("pipeline: interrupted")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`); leave without a traceback at shutdown.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return Interrupted.exit_code
+
+
+def _open_closed_streams() -> None:
+    """A job started without standard streams (`>&-`, some schedulers) still runs to its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (open until the process ends)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    try:
+        return _parser().parse_args(arguments)
+    finally:
+        _write(sys.stdout, "")  # `--help | head` leaves here, by SystemExit
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,13 +107,20 @@ def _recipe_command(
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    _write(sys.stdout, text + "\n")
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    _write(sys.stderr, text + "\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write and flush. A reader that went away (`| head`) neither makes a traceback nor changes the exit code."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # --- commands --------------------------------------------------------------------------------------------

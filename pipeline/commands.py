@@ -21,6 +21,7 @@ from pipeline.errors import Interrupted, PrerequisiteError, UsageError
 from pipeline.footprint import cached_shape_facts
 from pipeline.gate import exit_code, judge_all
 from pipeline.hardware import DATA_SHEET, Device, detect, fingerprint, named, with_measured
+from pipeline.interruption import first_signal_interrupts
 from pipeline.model_source import read_config
 from pipeline.plan import Plan, make_plan
 from pipeline.plugins import plugin_classes
@@ -30,13 +31,17 @@ from pipeline.provenance import collect
 from pipeline.recipe import AnyRule, LoadedRecipe, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import DeviceSpeed, Report, VariantResults
-from pipeline.runner import MEASURED_DEVICE, RunState, prepare, run_stages, variant_results
+from pipeline.run_results import variant_results
+from pipeline.runner import MEASURED_DEVICE, RunState, prepare, run_stages
 from pipeline.stages import DeviceSpeedRequest
 from pipeline.store import Store, write_atomically
 from pipeline.tracking import TrackResult, track
 from pipeline.values import Value
 
 PLUGIN_PACKAGES = {"quantizer": "pipeline.quantizers", "engine": "pipeline.engines", "rule": "pipeline.rules"}
+
+
+_STOPPED = TrackResult(run_id=None, tracked=False, because="stopped while logging")
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,10 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
     loaded = load_recipe(path)
     store = store_from_environment()
     store.prepare()
-    with store.lock():
+    with store.lock(), first_signal_interrupts() as disarm:
         state = prepare(loaded, store=store, progress_stream=stream)
         run_stages(state)
+        disarm()  # what is measured is reported, whatever signal comes now
         report = make_report(
             loaded,
             recipe=state.recipe,
@@ -76,18 +82,21 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
         write_report(report, folder=state.folder, recipe_text=loaded.text)
         state.progress.say(f"report: {state.folder / 'report.json'}")
     tracked = _track_quietly(report, state)
+    stopped = tracked is _STOPPED
     return RunOutcome(
         report=report,
         json_line=_json_line(report, state=state, tracked=tracked, seconds=time.monotonic() - start),
         table=comparison_table(report),
-        exit_code=Interrupted.exit_code if report.interrupted else exit_code(report.verdict),
+        exit_code=Interrupted.exit_code if report.interrupted or stopped else exit_code(report.verdict),
     )
 
 
 def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
     """Everything a reader needs, each file written whole or not at all."""
     write_atomically(folder / "recipe.yaml", recipe_text)
-    write_atomically(folder / "resolved-recipe.json", json.dumps(report.resolved_recipe, indent=2))
+    write_atomically(
+        folder / "resolved-recipe.json", json.dumps(report.resolved_recipe, indent=2, ensure_ascii=False)
+    )
     write_atomically(folder / "report.md", markdown(report))
     write_atomically(folder / "report.json", report.to_json())
 
@@ -98,7 +107,10 @@ def _provenance(state: RunState) -> dict[str, Any]:
 
 
 def _track_quietly(report: Report, state: RunState) -> TrackResult:
-    result = track_report(report, folder=state.folder)
+    try:
+        result = track_report(report, folder=state.folder)
+    except Interrupted:
+        result = _STOPPED
     if not result.tracked:
         state.progress.say(
             f"not logged to MLflow: {result.because}; later: python -m pipeline track {state.folder}"
@@ -194,11 +206,12 @@ def load_report(path: Path) -> Report:
 def judge_again(path: Path, *, rules: Path | None) -> Report:
     """The stored results under the report's own rules or those of another recipe; nothing is measured."""
     report = load_report(path)
-    adapter: TypeAdapter[tuple[Any, ...]] = TypeAdapter(tuple[AnyRule, ...])
-    stored = adapter.validate_json(json.dumps(report.resolved_recipe["gate"]))
-    gate = load_recipe(rules).recipe.gate if rules else stored
+    gate = load_recipe(rules).recipe.gate if rules else _stored_rules(report, path)
     results = tuple(_results_of(variant) for variant in report.variants)
-    variants, verdict, because = judge_all(gate, baseline_name=report.baseline, variants=results)
+    try:
+        variants, verdict, because = judge_all(gate, baseline_name=report.baseline, variants=results)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     return report.model_copy(
         update={
             "variants": variants,
@@ -210,6 +223,16 @@ def judge_again(path: Path, *, rules: Path | None) -> Report:
             },
         }
     )
+
+
+def _stored_rules(report: Report, path: Path) -> tuple[Any, ...]:
+    adapter: TypeAdapter[tuple[Any, ...]] = TypeAdapter(tuple[AnyRule, ...])
+    try:
+        return adapter.validate_json(json.dumps(report.resolved_recipe.get("gate")))
+    except ValidationError:
+        raise UsageError(
+            f"{path}: resolved_recipe.gate holds no rules of this version; name a recipe with --rules"
+        ) from None
 
 
 def _results_of(variant: Any) -> VariantResults:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,7 +119,8 @@ def cached_shape_facts(
 ) -> ShapeFacts:
     """`shape_facts`, kept as JSON in `cache_folder` under the config's digest and transformers' version.
 
-    A hit imports neither torch nor transformers. An unreadable entry is measured again and replaced.
+    A hit imports neither torch nor transformers. An unreadable entry is measured again and replaced; a folder
+    that can't be written costs only the time to measure again.
     """
     version = importlib.metadata.version("transformers")
     try:
@@ -128,12 +130,13 @@ def cached_shape_facts(
     entry = cache_folder / f"{key}.json"
     try:
         return ShapeFacts.model_validate_json(entry.read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (OSError, ValidationError):
         facts = shape_facts(config, source=source)
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=cache_folder, suffix=".partial", delete=False) as partial:
-        partial.write(facts.to_json())
-    Path(partial.name).replace(entry)
+    with suppress(OSError):
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache_folder, suffix=".partial", delete=False) as partial:
+            partial.write(facts.to_json())
+        Path(partial.name).replace(entry)
     return facts
 
 

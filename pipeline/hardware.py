@@ -24,8 +24,7 @@ from typing import Any
 
 from pipeline.data_sheet import DATA_SHEET, Device, sheet_of
 from pipeline.errors import PrerequisiteError, UsageError
-from pipeline.results import DeviceSpeed
-from pipeline.values import Value
+from pipeline.results import DeviceSpeed, MachineState
 
 __all__ = [
     "DATA_SHEET",
@@ -52,18 +51,6 @@ BANDWIDTH_SECONDS, MATMUL_SECONDS = 1.2, 3.0
 LARGEST_MATRIX = 8192
 READ_CACHES, MOST_READ_BYTES = 8, 4 * 2**30
 """The read buffer is so many last-level caches that next to nothing of it comes out of them."""
-
-
-class MachineState(Value):
-    """Clocks, load and throttling at one moment; None where the machine doesn't tell."""
-
-    cpu_frequency_mhz: float | None
-    load_average_1_minute: float | None
-    gpu_clock_mhz: int | None = None
-    gpu_memory_clock_mhz: int | None = None
-    gpu_temperature_celsius: int | None = None
-    gpu_power_w: float | None = None
-    gpu_throttled_by: tuple[str, ...] = ()
 
 
 def named(name: str) -> Device:
@@ -212,7 +199,13 @@ def _cpu_name() -> str:
 
 
 def _threads() -> int:
-    """CPUs this process may run on."""
+    """Threads that computing uses: the CPUs this process may run on, or fewer when OMP_NUM_THREADS says so."""
+    allowed = _allowed_cpus()
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    return min(allowed, int(named)) if named.isdigit() and int(named) > 0 else allowed
+
+
+def _allowed_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -357,8 +350,9 @@ def _matmul_flops(device: str, dtype: Any, *, seconds: float) -> float:
     while True:
         left, right = (torch.ones((n, n), dtype=dtype, device=device) for _ in range(2))
 
+        # As a linear layer multiplies: on CPUs its 16-bit kernel is another, faster one than that of `a @ b`.
         def multiply(left: Any = left, right: Any = right) -> None:
-            torch.mm(left, right)
+            torch.nn.functional.linear(left, right)
             if device == "cuda":
                 torch.cuda.synchronize()
 

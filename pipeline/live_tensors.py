@@ -24,8 +24,12 @@ def resident_bytes(model: torch.nn.Module) -> int:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of a transformers cache: keys and values of every layer, and constant linear-attention state."""
-    return storage_bytes(_tensors_in([vars(layer) for layer in cache.layers], depth=4))
+    """Bytes of a transformers cache: keys and values of every layer, and constant linear-attention state.
+
+    Counters that a layer keeps beside them (scalars and vectors) are left out.
+    """
+    held = _tensors_in([vars(layer) for layer in cache.layers], depth=4)
+    return storage_bytes(tensor for tensor in held if tensor.dim() >= 2)
 
 
 def device_types(model: torch.nn.Module) -> set[str]:

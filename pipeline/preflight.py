@@ -75,6 +75,7 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
         )
     request = quality_request(loaded, recipe)
     problems = [
+        *_store_problems(store),
         *_hardware_problems(recipe, device),
         *_plugin_problems(recipe, device),
         *source_problems(loaded),
@@ -111,6 +112,16 @@ def quality_request(loaded: LoadedRecipe, recipe: ExpandedRecipe) -> QualityRequ
     )
 
 
+def _store_problems(store: Store) -> Iterator[Problem]:
+    place = store.place()
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        reason = "no permission to write" if place.is_dir() else "a file"
+        yield Problem(
+            what=f"the store {store.root} can't be written ({place}: {reason})",
+            fix="free it, or name another folder in PIPELINE_STORE",
+        )
+
+
 def _hardware_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
     if recipe.hardware == "host":
         return
@@ -133,7 +144,7 @@ def _plugin_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem
 def _size_problems(
     recipe: ExpandedRecipe, device: Device, facts: ShapeFacts, *, store: Store
 ) -> Iterator[Problem]:
-    on_disk = 0
+    on_disk = 2 * facts.parameters if recipe.model.weights == "random" else 0
     tokens = recipe.workload.prompt_tokens + recipe.workload.new_tokens
     for variant in recipe.variants:
         weights = weight_bytes(facts, quantizer=variant.quantizer)
@@ -145,7 +156,7 @@ def _size_problems(
                 f"one sequence; {device.name} has {device.memory_bytes / 1e9:.1f} GB",
                 fix="use a device with more memory, fewer bits, or a smaller model",
             )
-    free = shutil.disk_usage(store.root if store.root.exists() else Path.cwd()).free
+    free = shutil.disk_usage(store.place()).free
     if on_disk > free:
         yield Problem(
             what=f"the checkpoints need {on_disk / 1e9:.1f} GB of disk; {store.root} has {free / 1e9:.1f} GB free",

@@ -7,6 +7,8 @@ The parent blocks on the worker's pipe, so that it sleeps while the worker is ti
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -24,12 +26,13 @@ from pipeline.values import Value
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 Progress = Callable[[str], None]
+_Reason = Literal["failed", "out_of_memory"]
 
 
 class WorkerError(StageError):
     """A worker gave no result; `reason` says whether memory ran out."""
 
-    def __init__(self, message: str, *, reason: Literal["failed", "out_of_memory"]) -> None:
+    def __init__(self, message: str, *, reason: _Reason) -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -38,20 +41,34 @@ class Worker:
     """A running worker process; use it in a `with` block, which ends the process in every case."""
 
     def __init__(self, stage: str, request: Value, *, log: Path) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pipeline-worker-")
-        self.result_path = Path(self._folder.name) / "result.json"
-        request_path = Path(self._folder.name) / "request.json"
-        request_path.write_text(request.to_json(), encoding="utf-8")
+        """Raises WorkerError when the system lets no process, log or temporary file be made."""
         self._log = log
-        with log.open("a", encoding="utf-8") as log_file:
+        with contextlib.ExitStack() as undo:
+            try:
+                self._folder = tempfile.TemporaryDirectory(prefix="pipeline-worker-")
+                undo.callback(self._folder.cleanup)
+                self.result_path = Path(self._folder.name) / "result.json"
+                self._process = self._start(stage, request)
+            except OSError as error:
+                reason: _Reason = "out_of_memory" if error.errno == errno.ENOMEM else "failed"
+                message = f"the process of stage {stage} could not be started: {error}"
+                raise WorkerError(message, reason=reason) from error
+            undo.pop_all()
+
+    def _start(self, stage: str, request: Value) -> subprocess.Popen[str]:
+        request_path = self.result_path.with_name("request.json")
+        request_path.write_text(request.to_json(), encoding="utf-8")
+        with self._log.open("a", encoding="utf-8") as log_file:
             log_file.write(f"=== {stage}\n")
             log_file.flush()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.worker", stage, str(request_path), str(self.result_path)],
+            arguments = [stage, str(request_path), str(self.result_path), str(os.getpid())]
+            return subprocess.Popen(
+                [sys.executable, "-m", "pipeline.worker", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                text=True,
+                encoding="utf-8",
+                errors="backslashreplace",
                 env=_environment(),
                 start_new_session=True,
             )
@@ -65,7 +82,8 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # a line that a dead worker never read
+                    pipe.close()
         self._folder.cleanup()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -82,7 +100,7 @@ class Worker:
         assert self._process.stdout is not None
         failure: dict[str, Any] = {}
         for line in self._process.stdout:
-            message = json.loads(line)
+            message = self._message(line)
             if message["event"] == event:
                 return dict(message)
             if message["event"] == "progress":
@@ -93,6 +111,18 @@ class Worker:
         if event == "end" and status == 0:
             return {}
         raise self._failed(failure, status)
+
+    def _message(self, line: str) -> dict[str, Any]:
+        """A line of the protocol; what was printed before the worker took over its output goes to the log."""
+        try:
+            message = json.loads(line)
+            if isinstance(message["event"], str):
+                return dict(message)
+        except (ValueError, TypeError, LookupError):
+            pass
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log_file:
+            log_file.write(line)
+        return {"event": ""}
 
     def _failed(self, failure: dict[str, Any], status: int) -> WorkerError:
         if failure:
@@ -108,7 +138,12 @@ def run_stage(stage: str, request: Value, kind: type[AnyValue], *, log: Path, pr
     """Run a stage to its end in a fresh process. Raises WorkerError with the worker's own reason."""
     with Worker(stage, request, log=log) as worker:
         worker.wait_for("end", progress=progress)
-        return kind.model_validate_json(worker.result_path.read_bytes())
+        try:
+            result = worker.result_path.read_bytes()
+        except FileNotFoundError:
+            message = f"the process of stage {stage} ended without a result; see {log}"
+            raise WorkerError(message, reason="failed") from None
+        return kind.model_validate_json(result)
 
 
 class WorkerTurn(Worker):

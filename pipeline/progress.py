@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 
@@ -27,10 +27,9 @@ class Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Announce a step, count it off when the block ends."""
+        """A step, counted off when the block ends; announced when its work begins."""
         self._name = name
         self._started = time.monotonic()
-        self._line(self._announcement(), lasting=not self._terminal)
         step = Step(self)
         try:
             yield step
@@ -43,6 +42,10 @@ class Progress:
             self._line(
                 f"{self._count()} {name}: done in {spoken(time.monotonic() - self._started)}", lasting=True
             )
+
+    def announce(self) -> None:
+        """Say what is running now."""
+        self._line(self._announcement(), lasting=not self._terminal)
 
     def tell(self, text: str) -> None:
         """A detail of the running step; shown on a terminal only."""
@@ -68,11 +71,13 @@ class Progress:
         return max(0.0, sum(known) - (time.monotonic() - self._started))
 
     def _line(self, text: str, *, lasting: bool) -> None:
-        if self._terminal:
-            self._stream.write(f"\r\x1b[K{text[:160]}" + ("\n" if lasting else ""))
-        elif lasting:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+        # Who reads along may leave (`2>&1 | head`); that must not end hours of measuring.
+        with suppress(BrokenPipeError):
+            if self._terminal:
+                self._stream.write(f"\r\x1b[K{text[:160]}" + ("\n" if lasting else ""))
+            elif lasting:
+                self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 class Step:
@@ -81,6 +86,10 @@ class Step:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.note = ""
+
+    def begins(self) -> None:
+        """There is something to do: the result isn't in the store."""
+        self._progress.announce()
 
     def tell(self, text: str) -> None:
         """A detail of what is going on."""

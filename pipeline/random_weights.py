@@ -43,7 +43,7 @@ def write_random_checkpoint(
     for name, tensor in _initialised(model):
         writer.add(name, tensor)
         done += tensor.numel()
-        progress(f"random weights: {100 * done // total} %")
+        progress(f"random weights: {min(100, 100 * done // total)} %")
     files = writer.finish()
     model.config.save_pretrained(out)
     return Written(files=files, parameters=total)
@@ -67,29 +67,35 @@ def _meta_model(config: dict[str, Any]) -> Any:
 
 
 def _initialised(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every stored tensor once, tied ones under their first name; each module is freed after its turn."""
+    """Every stored tensor once, tied ones under their first name; each module is freed after its turn.
+
+    Stored buffers, such as the bias of a mixture's router, are among them.
+    """
     import torch
 
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        own = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) not in seen
-        }
+        own = {name: tensor for name, tensor in _stored(module) if id(tensor) not in seen}
         if not own:
             continue
-        seen.update(id(parameter) for parameter in own.values())
-        for name, parameter in own.items():
-            drawn = torch.nn.Parameter(
-                torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False
-            )
-            module.register_parameter(name, drawn)
+        seen.update(id(tensor) for tensor in own.values())
+        for name, tensor in own.items():
+            drawn = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            parameter = isinstance(tensor, torch.nn.Parameter)
+            setattr(module, name, torch.nn.Parameter(drawn, requires_grad=False) if parameter else drawn)
         with torch.no_grad():
             model._init_weights(module)
-        for name, parameter in own.items():
+        for name, tensor in own.items():
             yield f"{prefix}.{name}", getattr(module, name).detach()
-            module.register_parameter(name, parameter)
+            setattr(module, name, tensor)
+
+
+def _stored(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's own parameters and those of its buffers that checkpoints hold."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 class _ShardWriter:

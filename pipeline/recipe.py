@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from pipeline.data_sheet import DATA_SHEET
 from pipeline.engines.base import Engine
 from pipeline.errors import RecipeError
 from pipeline.plugins import plugin_classes
 from pipeline.quantizers.base import Quantizer
-from pipeline.recipe_faults import cross_faults, schema_faults
+from pipeline.recipe_faults import ONE_FORM, cross_faults, schema_faults
 from pipeline.rules.base import Rule
 from pipeline.values import Value
 from pipeline.yaml_document import Document, Fault, dotted, parse, read_text
@@ -43,6 +45,8 @@ else:
 
 Name = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""What every generator in use accepts."""
 
 
 class ModelSpec(Value):
@@ -56,7 +60,7 @@ class ModelSpec(Value):
     revision: Annotated[str, Field(min_length=1)] | None = None
     weights: Literal["trained", "random"] = "trained"
     config: Annotated[str, Field(min_length=1)] | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def is_local(self) -> bool:
@@ -110,7 +114,7 @@ class QualitySpec(Value):
     data_folder: str | None = None
     limit: Positive | None = None
     limits: dict[str, Positive] = Field(default_factory=dict)
-    seed: int = 1234
+    seed: Seed = 1234
     batch_size: Positive = 8
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     apply_chat_template: bool = False
@@ -143,7 +147,7 @@ class Recipe(Value):
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         if (self.precisions is None) == (self.variants is None):
-            raise ValueError("give either 'precisions' (short form) or 'variants' (long form)")
+            raise ValueError(ONE_FORM)
         return self
 
     def expand(self, *, device: str) -> ExpandedRecipe:
@@ -198,8 +202,11 @@ class LoadedRecipe:
     recipe: Recipe
 
     def resolve(self, name: str) -> Path:
-        """A path written in the recipe, as an absolute one."""
-        return (self.path.resolve().parent / Path(name).expanduser()).resolve()
+        """A path written in the recipe, as an absolute one. Raises RecipeError for the home of nobody here."""
+        try:
+            return (self.path.resolve().parent / Path(name).expanduser()).resolve()
+        except RuntimeError:
+            raise RecipeError(f"{self.path}: {name}: there is no such user on this machine") from None
 
 
 def default_quantizer(precision: str, *, device: str) -> Quantizer:
@@ -218,14 +225,25 @@ def precision_names() -> tuple[str, ...]:
     return tuple(name for name in known if any(kind.default_for(name, device="cuda") for kind in kinds))
 
 
+def _named_alone(name: str) -> Quantizer | None:
+    """The quantizer of `{name: fp16}`: a native type needs no more words, and is the same on every device."""
+    try:
+        quantizer = default_quantizer(name.lower(), device="cpu")
+    except LookupError:
+        return None
+    return quantizer if quantizer.kind == "native" else None
+
+
 def _default_engine() -> Engine:
     engine: Engine = TypeAdapter(AnyEngine).validate_python({"kind": "transformers"})
     return engine
 
 
+@cache
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file, short forms included, for editors."""
+    """JSON schema of a recipe file, short forms included, for editors. Shared: not to be changed."""
     schema = Recipe.model_json_schema()
+    forms = [form for name in precision_names() for form in (name, name.upper())]
     model = schema["properties"]["model"]
     schema["properties"]["model"] = {
         "anyOf": [{"type": "string", "description": "hub id, or a folder starting with ./, / or ~"}, model]
@@ -233,10 +251,19 @@ def json_schema() -> dict[str, Any]:
     schema["properties"]["precisions"] = {
         "type": "array",
         "minItems": 1,
-        "items": {"enum": [form for name in precision_names() for form in (name, name.upper())]},
+        "items": {"enum": forms},
     }
+    schema["properties"]["hardware"] = {"enum": ["host", *DATA_SHEET], "default": "host"}
+    schema["oneOf"] = [{"required": ["precisions"]}, {"required": ["variants"]}]
     variant = schema["$defs"]["VariantSpec"]
     variant["required"] = ["name"]
+    variant["anyOf"] = [
+        {"required": ["quantizer"]},
+        {"properties": {"name": {"enum": [form for form in forms if _named_alone(form)]}}},
+    ]
+    for kind in (*plugin_classes("pipeline.quantizers"), *plugin_classes("pipeline.rules")):
+        block = schema["$defs"][kind.__name__]
+        block["required"] = ["kind", *block.get("required", ())]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "pipeline recipe"
     return schema
@@ -258,15 +285,13 @@ def _validate(document: Document, *, path: Path) -> Recipe:
         raise RecipeError(f"{path}: the top level must be keys and values (model: …), found a {kind}")
     data = _long_form(document.data)
     faults = [*document.faults, *cross_faults(document, data, precisions=precision_names())]
-    taken = {fault.path for fault in faults}
     recipe = None
     try:
         # Validated from JSON because strict JSON input accepts a list for a tuple and an int for a float,
         # and nothing else.
         recipe = Recipe.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        found = schema_faults(error, document, data, schema=json_schema())
-        faults += [fault for fault in found if fault.path not in taken]
+        faults += schema_faults(error, document, data, schema=json_schema(), known=faults)
     if faults or recipe is None:
         raise RecipeError(_report(path, faults))
     return recipe
@@ -285,12 +310,8 @@ def _long_form(data: dict[str, Any]) -> dict[str, Any]:
 def _long_variant(variant: Any) -> Any:
     if not isinstance(variant, dict) or "quantizer" in variant or not isinstance(variant.get("name"), str):
         return variant
-    try:
-        # `{name: fp16}` alone names a native type, which means the same on every device.
-        quantizer = default_quantizer(variant["name"].lower(), device="cpu")
-    except LookupError:
-        return variant
-    return {**variant, "quantizer": quantizer.model_dump()} if quantizer.kind == "native" else variant
+    quantizer = _named_alone(variant["name"])
+    return {**variant, "quantizer": quantizer.model_dump()} if quantizer else variant
 
 
 def _report(path: Path, faults: list[Fault]) -> str:

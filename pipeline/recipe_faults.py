@@ -14,16 +14,20 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.data_sheet import DATA_SHEET
 from pipeline.plugins import plugin_classes
-from pipeline.yaml_document import Document, Fault, KeyPath
+from pipeline.yaml_document import Document, Fault, KeyPath, shortened
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+ONE_FORM = "give either 'precisions' (short form) or 'variants' (long form)"
+
+
 def nearest(name: str, allowed: Sequence[Any]) -> str:
     """`; did you mean 'x'? allowed: x, y` for messages; the first part only when something is near."""
-    allowed = [str(one) for one in allowed]
+    allowed = [shortened(str(one)) for one in allowed]
     close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.55)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(dict.fromkeys(allowed))
@@ -34,15 +38,37 @@ def nearest(name: str, allowed: Sequence[Any]) -> str:
 
 
 def schema_faults(
-    error: ValidationError, document: Document, data: dict[str, Any], *, schema: dict[str, Any]
+    error: ValidationError,
+    document: Document,
+    data: dict[str, Any],
+    *,
+    schema: dict[str, Any],
+    known: Sequence[Fault],
 ) -> list[Fault]:
-    """One fault for each of pydantic's errors."""
+    """One fault for each of pydantic's errors that isn't an echo of one that is `known`."""
     faults = []
     for item in error.errors(include_url=False):
         path = _path_in_file(item["loc"], data)
-        message = _message(item, path, schema=schema, data=data)
+        if _is_echo(item, path, known=known):
+            continue
+        message = _message(item, path, schema=schema, data=data, written=document.numbers.get(path))
         faults.append(Fault(path, document.line(path), message))
     return faults
+
+
+def _is_echo(item: Any, path: KeyPath, *, known: Sequence[Fault]) -> bool:
+    """Whether the error only says again what another fault says better."""
+    if item["type"] == "too_short":
+        # Wrong items, each reported on its own, don't count for pydantic.
+        return bool(len(item["input"]) >= item["ctx"]["min_length"])
+    if item["type"] == "value_error":
+        # Fields that contradict each other: not when one of them couldn't be read in the first place.
+        text = str(item["ctx"]["error"])
+        return any(
+            fault.path[: len(path)] == path and (len(fault.path) > len(path) or fault.message == text)
+            for fault in known
+        )
+    return path in {fault.path for fault in known}
 
 
 def _path_in_file(location: tuple[int | str, ...], data: Any) -> KeyPath:
@@ -61,10 +87,12 @@ def _path_in_file(location: tuple[int | str, ...], data: Any) -> KeyPath:
     return tuple(path)
 
 
-def _message(item: Any, path: KeyPath, *, schema: dict[str, Any], data: dict[str, Any]) -> str:
+def _message(
+    item: Any, path: KeyPath, *, schema: dict[str, Any], data: dict[str, Any], written: str | None
+) -> str:
+    """`written` is the text of a number, which its value may not show (`25921e05` is 2592100000.0)."""
     kind, context = item["type"], item.get("ctx", {})
-    shown = repr(item["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "…"
+    shown = _shown(item["input"]) if written is None else shortened(written)
     if kind == "extra_forbidden":
         allowed = _allowed_keys(path[:-1], schema=schema, data=data)
         return f"unknown key{nearest(str(path[-1]), allowed)}"
@@ -78,7 +106,14 @@ def _message(item: Any, path: KeyPath, *, schema: dict[str, Any], data: dict[str
     if kind == "value_error":
         return str(context["error"])
     if kind == "tuple_type":
-        return f"expected a list, found {shown}; write [{item['input']}]"
+        hint = f"; write [{item['input']}]" if _is_short_scalar(item["input"]) else ""
+        return f"expected a list, found {shown}{hint}"
+    if kind == "too_short":
+        return "is empty; it needs at least one item"
+    if kind == "bool_type":
+        return f"expected true or false, found {shown}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"expected keys and values ({{key: value}}), found {shown}"
     if kind == "string_type":
         return f"expected text, found {shown}; put it in quotes"
     if kind == "string_pattern_mismatch":
@@ -86,11 +121,19 @@ def _message(item: Any, path: KeyPath, *, schema: dict[str, Any], data: dict[str
     return f"{item['msg'].replace('Input should be', 'should be')}; found {shown}"
 
 
+def _shown(value: Any) -> str:
+    return shortened(repr(value))
+
+
+def _is_short_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float) and value != "" and len(str(value)) <= 40
+
+
 def _kind_message(item: Any, context: dict[str, Any]) -> str:
     allowed = re.findall(r"'([^']*)'", context.get("expected_tags", ""))
     if item["type"] == "union_tag_not_found":
         return "the key 'kind' is missing; see `python -m pipeline kinds`"
-    return f"unknown kind {context['tag']!r}{nearest(context['tag'], allowed)}"
+    return f"unknown kind {_shown(context['tag'])}{nearest(context['tag'], allowed)}"
 
 
 def _allowed_keys(path: KeyPath, *, schema: dict[str, Any], data: Any) -> list[str]:
@@ -125,8 +168,10 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
     """Contradictions that no single field shows. Parts of the wrong shape are left to the schema."""
     found = [
         *_environment_faults(data, ()),
+        *_form_faults(data),
+        *_hardware_faults(data),
         *_precision_faults(data, precisions),
-        *_variant_faults(data, precisions),
+        *_variant_faults(data),
         *_gate_faults(data),
         *_limit_faults(data),
         *_random_weight_faults(data),
@@ -146,6 +191,18 @@ def _environment_faults(node: Any, path: KeyPath) -> Found:
         yield from _environment_faults(value, (*path, key))
 
 
+def _form_faults(data: dict[str, Any]) -> Found:
+    if (data.get("precisions") is None) == (data.get("variants") is None):
+        yield (), ONE_FORM
+
+
+def _hardware_faults(data: dict[str, Any]) -> Found:
+    name = data.get("hardware", "host")
+    known = ("host", *DATA_SHEET)
+    if isinstance(name, str) and name not in known:
+        yield ("hardware",), f"{_shown(name)} is not a device with a data sheet here{nearest(name, known)}"
+
+
 def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
     named = data.get("precisions")
     if not isinstance(named, list):
@@ -153,7 +210,7 @@ def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
     lowered = []
     for index, name in enumerate(named):
         if not isinstance(name, str) or name.lower() not in known:
-            yield ("precisions", index), f"{name!r} is not a precision{nearest(str(name), known)}"
+            yield ("precisions", index), f"{_shown(name)} is not a precision{nearest(str(name), known)}"
         elif name.lower() in lowered:
             yield ("precisions", index), f"{name!r} stands twice"
         lowered.append(str(name).lower())
@@ -161,7 +218,7 @@ def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
         yield ("precisions",), "a 16-bit baseline is needed: add fp16 or bf16"
     baseline = data.get("baseline")
     if isinstance(baseline, str) and baseline not in lowered:
-        yield ("baseline",), f"{baseline!r} is not among the precisions{nearest(baseline, lowered)}"
+        yield ("baseline",), f"{_shown(baseline)} is not among the precisions{nearest(baseline, lowered)}"
     if isinstance(baseline, str) and baseline in lowered and baseline not in ("fp16", "bf16"):
         yield (
             ("baseline",),
@@ -169,13 +226,13 @@ def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
         )
 
 
-def _variant_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
+def _variant_faults(data: dict[str, Any]) -> Found:
     variants = [v for v in _dicts(data.get("variants")) if isinstance(v[1].get("name"), str)]
     names: list[str] = []
     sixteen_bit = []
     for index, variant in variants:
         if variant["name"] in names:
-            yield ("variants", index, "name"), f"{variant['name']!r} is the name of an earlier variant"
+            yield ("variants", index, "name"), f"{_shown(variant['name'])} is the name of an earlier variant"
         names.append(variant["name"])
         quantizer = variant.get("quantizer")
         if (
@@ -184,22 +241,20 @@ def _variant_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
             and quantizer.get("dtype") in ("fp16", "bf16")
         ):
             sixteen_bit.append(variant["name"])
-        if quantizer is None and variant["name"].lower() in known:
-            yield (
-                ("variants", index),
-                f"{variant['name']!r} needs a quantizer; see `python -m pipeline kinds`",
-            )
+        if quantizer is None:
+            message = f"{_shown(variant['name'])} needs a quantizer; see `python -m pipeline kinds`"
+            yield ("variants", index, "quantizer"), message
     if not variants:
         return
     baseline = data.get("baseline")
     if baseline is None and not sixteen_bit:
         yield ("variants",), "a 16-bit baseline is needed: add {name: fp16}"
     elif isinstance(baseline, str) and baseline not in names:
-        yield ("baseline",), f"{baseline!r} is not a variant{nearest(baseline, names)}"
+        yield ("baseline",), f"{_shown(baseline)} is not a variant{nearest(baseline, names)}"
     elif isinstance(baseline, str) and baseline not in sixteen_bit:
         yield (
             ("baseline",),
-            f"{baseline!r} can't be the baseline: an ordinary 16-bit variant is needed (native fp16, bf16)",
+            f"{_shown(baseline)} can't be the baseline: an ordinary 16-bit variant is needed (native fp16, bf16)",
         )
     if len(names) == 1:
         yield ("variants",), "a candidate is needed beside the baseline"
@@ -227,12 +282,15 @@ def _gate_faults(data: dict[str, Any]) -> Found:
                 )
         wanted = rule.get("batch_size", 1)
         if "batch_size" in kind.model_fields and isinstance(batch_sizes, list) and wanted not in batch_sizes:
-            yield ("gate", index), f"batch size {wanted} is not measured; speed.batch_sizes: {batch_sizes}"
+            yield (
+                ("gate", index),
+                f"batch size {_shown(wanted)} is not measured; speed.batch_sizes: {_shown(batch_sizes)}",
+            )
         known = tasks if isinstance(tasks, list) else []
         named = rule.get("tasks")
         for place, task in enumerate(named if isinstance(named, list) else ()):
             if known and task not in known:
-                message = f"{task!r} is not among quality.tasks{nearest(str(task), known)}"
+                message = f"{_shown(task)} is not among quality.tasks{nearest(str(task), known)}"
                 yield ("gate", index, "tasks", place), message
 
 
@@ -244,7 +302,8 @@ def _limit_faults(data: dict[str, Any]) -> Found:
         return
     for task in limits:
         if task not in tasks:
-            yield ("quality", "limits", task), f"{task!r} is not among quality.tasks{nearest(task, tasks)}"
+            message = f"{_shown(task)} is not among quality.tasks{nearest(task, tasks)}"
+            yield ("quality", "limits", task), message
 
 
 def _random_weight_faults(data: dict[str, Any]) -> Found:
@@ -265,7 +324,7 @@ def _length_faults(data: dict[str, Any]) -> Found:
     context = capacity.get("context_tokens") if isinstance(capacity, dict) else None
     new = workload.get("new_tokens", 64) if isinstance(workload, dict) else 64
     if isinstance(context, int) and isinstance(new, int) and not isinstance(context, bool) and context <= new:
-        message = f"{context} tokens hold no prompt beside workload.new_tokens: {new}; make it larger"
+        message = f"{_shown(context)} tokens hold no prompt beside workload.new_tokens: {_shown(new)}; make it larger"
         yield ("capacity", "context_tokens"), message
 
 

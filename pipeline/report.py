@@ -10,9 +10,10 @@ from typing import Any
 
 from pipeline.gate import judge_all
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
-from pipeline.results import DeviceSpeed, Report, SpeedRow, VariantReport, VariantResults
+from pipeline.results import DeviceSpeed, Report, SpeedRow, TaskResult, VariantReport, VariantResults
 from pipeline.text_table import markdown_table, text_table
 
+TOKEN_PERPLEXITY = "token_perplexity"
 _MARK = {"pass": "ok", "fail": "FAIL", "inconclusive": "undecided", "missing": "MISSING"}
 
 
@@ -61,16 +62,16 @@ def _rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
             row.batch_size for variant in report.variants if variant.speed for row in variant.speed.rows
         )
     )
-    header = ["variant", "verdict", "weights MB", "×", "bits/w", "TTFT ms"]
+    header = ["variant", "verdict", "weights MB", "mem ×", "bits/w", "TTFT ms"]
     header += [f"tok/s b{size}" for size in sizes]
-    header += ["× b1" if sizes[:1] == [1] else "×"] if sizes else []
-    header += ["seqs", *(_task_title(report, task) for task in tasks)]
+    header += [f"speed × b{sizes[0]}"] if sizes else []
+    header += ["max seqs", *(_task_title(report, task) for task in tasks)]
     rows = []
     for variant in report.variants:
         row = [variant.name + ("" if variant.required else " (optional)"), _verdict_cell(variant, report)]
         row += _memory_cells(variant, baseline)
         row += _speed_cells(variant, baseline, sizes)
-        row.append(_number(variant.capacity.measured_sequences if variant.capacity else None, "d"))
+        row.append(_capacity_cell(variant))
         row += [_score_cell(variant, task) for task in tasks]
         rows.append(row)
     return header, rows
@@ -81,17 +82,25 @@ def _verdict_cell(variant: VariantReport, report: Report) -> str:
 
 
 def _memory_cells(variant: VariantReport, baseline: VariantReport | None) -> list[str]:
-    disk = variant.checkpoint.weight_bytes_on_disk if variant.checkpoint else None
-    held = variant.memory.weight_bytes_resident if variant.memory else disk
-    base = None
-    if baseline:
-        base = baseline.memory.weight_bytes_resident if baseline.memory else None
-        base = base or (baseline.checkpoint.weight_bytes_on_disk if baseline.checkpoint else None)
+    shown = _resident(variant) or _on_disk(variant)
+    ratio = _ratio(_resident(variant), _resident(baseline)) or _ratio(_on_disk(variant), _on_disk(baseline))
     return [
-        _number(held / 1e6 if held else None, ".1f"),
-        _number(held / base if held and base else None, ".2f"),
+        _number(shown / 1e6 if shown else None, ".1f"),
+        _number(ratio, ".2f"),
         _number(variant.checkpoint.bits_per_weight if variant.checkpoint else None, ".2f"),
     ]
+
+
+def _resident(variant: VariantReport | None) -> int | None:
+    return variant.memory.weight_bytes_resident if variant and variant.memory else None
+
+
+def _on_disk(variant: VariantReport | None) -> int | None:
+    return variant.checkpoint.weight_bytes_on_disk if variant and variant.checkpoint else None
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value and base else None
 
 
 def _speed_cells(variant: VariantReport, baseline: VariantReport | None, sizes: list[int]) -> list[str]:
@@ -101,10 +110,13 @@ def _speed_cells(variant: VariantReport, baseline: VariantReport | None, sizes: 
     first = rows[sizes[0]]
     ttft = first.ttft_s.median * 1e3 if first and first.outcome == "measured" and first.ttft_s else None
     base = baseline.speed.row(sizes[0]) if baseline and baseline.speed else None
-    ratio = None
-    if first and base and first.decode_tokens_per_s and base.decode_tokens_per_s:
-        ratio = first.decode_tokens_per_s / base.decode_tokens_per_s
+    ratio = _ratio(_decode_rate(first), _decode_rate(base))
     return [_number(ttft, ".0f"), *(_rate(rows[size]) for size in sizes), _number(ratio, ".2f")]
+
+
+def _decode_rate(row: SpeedRow | None) -> float | None:
+    """A void row's figure is for finding out what went wrong, not for comparing."""
+    return row.decode_tokens_per_s if row and row.outcome == "measured" else None
 
 
 def _rate(row: SpeedRow | None) -> str:
@@ -115,10 +127,22 @@ def _rate(row: SpeedRow | None) -> str:
     return _number(row.decode_tokens_per_s, ".1f") + ("~" if row.noisy else "")
 
 
+def _capacity_cell(variant: VariantReport) -> str:
+    if variant.capacity is None:
+        return "–"
+    more = "+" if variant.capacity.limited_by == "ceiling" else ""
+    return _number(variant.capacity.measured_sequences, "d") + more
+
+
+def _shown_metric(result: TaskResult) -> str:
+    """Perplexity is shown per token, as the gate judges it; scores by the task's own first metric."""
+    return TOKEN_PERPLEXITY if TOKEN_PERPLEXITY in result.metrics else result.primary_metric
+
+
 def _task_title(report: Report, task: str) -> str:
     for variant in report.variants:
         if variant.quality and task in variant.quality.tasks:
-            return f"{task} {variant.quality.tasks[task].primary_metric}"
+            return f"{task} {_shown_metric(variant.quality.tasks[task])}"
     return task
 
 
@@ -126,7 +150,9 @@ def _score_cell(variant: VariantReport, task: str) -> str:
     result = variant.quality.tasks.get(task) if variant.quality else None
     if result is None:
         return "–"
-    metric = result.metrics[result.primary_metric]
+    metric = result.metrics[_shown_metric(result)]
+    if metric.score is not None and metric.score > 1:
+        return _number(metric.score, ".4g")
     error = f" ± {metric.stderr:.3f}" if metric.stderr is not None else ""
     return _number(metric.score, ".3f") + error
 

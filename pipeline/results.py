@@ -198,10 +198,24 @@ class DeviceSpeed(Value):
     matmul_flops_per_s: dict[str, float]
 
 
+class MachineState(Value):
+    """Clocks, load and throttling at one moment; None where the machine doesn't tell."""
+
+    cpu_frequency_mhz: float | None
+    load_average_1_minute: float | None
+    gpu_clock_mhz: int | None = None
+    gpu_memory_clock_mhz: int | None = None
+    gpu_temperature_celsius: int | None = None
+    gpu_power_w: float | None = None
+    gpu_throttled_by: tuple[str, ...] = ()
+
+
 class SpeedStageResult(Value):
     """The speed stage over the whole set of variants; `failures` maps a variant to why it has no result."""
 
     device: DeviceSpeed
+    machine_before: MachineState
+    machine_after: MachineState
     alternated: bool
     variants: dict[str, SpeedResult]
     failures: dict[str, str] = Field(default_factory=dict)

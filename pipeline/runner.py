@@ -8,16 +8,15 @@ doesn't stop the others and never ships; an interruption keeps what is finished.
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO, TypeVar
 
 from pipeline.checkpoint import read_manifest
-from pipeline.errors import Interrupted, PipelineError, PrerequisiteError
+from pipeline.errors import PipelineError, PrerequisiteError, StageError
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.model_source import read_config, source_record, trained_folder
 from pipeline.preflight import Preflight, preflight
@@ -27,14 +26,11 @@ from pipeline.recipe import ExpandedRecipe, LoadedRecipe, VariantSpec
 from pipeline.results import (
     CapacityResult,
     CheckpointManifest,
-    CostResult,
     QualityResult,
     SourceRecord,
     SpeedStageResult,
     StageFailure,
-    VariantResults,
 )
-from pipeline.roofline import dollars_per_million_tokens
 from pipeline.speed_stage import measure_speed
 from pipeline.stage_keys import capacity_key, quality_key, quantize_key, source_key, speed_key
 from pipeline.stages import (
@@ -132,32 +128,17 @@ def step_names(recipe: ExpandedRecipe) -> tuple[str, ...]:
 def run_stages(state: RunState) -> None:
     """Run every stage that the recipe asks for. An interruption is recorded in `state`, not raised."""
     try:
-        with _sigterm_interrupts():
-            source_folder, source = _source(state)
-            for variant in state.recipe.ordered():
-                _quantize(state, variant, source_folder=source_folder, source=source)
-            _speed(state)
-            for variant in state.recipe.ordered():
-                _capacity(state, variant)
-            for variant in state.recipe.ordered():
-                _quality(state, variant)
-    except (KeyboardInterrupt, Interrupted):
+        source_folder, source = _source(state)
+        for variant in state.recipe.ordered():
+            _quantize(state, variant, source_folder=source_folder, source=source)
+        _speed(state)
+        for variant in state.recipe.ordered():
+            _capacity(state, variant)
+        for variant in state.recipe.ordered():
+            _quality(state, variant)
+    except KeyboardInterrupt:
         state.interrupted = True
         state.progress.say("interrupted: finished stages are kept; the same command goes on from here")
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does, with everything recorded."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted("stopped by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run_folder(store: Store, loaded: LoadedRecipe) -> Path:
@@ -181,6 +162,7 @@ def _source(state: RunState) -> tuple[Path, SourceRecord]:
         if state.loaded.recipe.model.weights == "random":
             folder = _random_source(state, step)
         else:
+            step.begins()
             step.tell("finding and hashing the weights")
             folder = trained_folder(state.loaded)
         return folder, source_record(state.loaded, folder, store=state.store)
@@ -194,6 +176,7 @@ def _random_source(state: RunState, step: Step) -> Path:
     if folder.is_dir():
         step.reused()
         return folder
+    step.begins()
     with state.store.new_folder(folder) as partial:
         request = RandomSourceRequest(config=architecture.config, seed=seed, out=str(partial))
         run_stage("source", request, RandomSource, log=state.log, progress=step.tell)
@@ -274,6 +257,7 @@ def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, k
     start = time.monotonic()
     spec = state.recipe.speed
     assert spec is not None
+    step.begins()
     try:
         state.speed = measure_speed(
             {variant.name: state.runnable(variant) for variant in members},
@@ -285,7 +269,7 @@ def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, k
             log=state.log,
             progress=step.tell,
         )
-    except (KeyboardInterrupt, Interrupted):
+    except KeyboardInterrupt:
         for variant in members:
             state.fail(variant.name, _interrupted("speed"))
         raise
@@ -294,11 +278,11 @@ def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, k
         for variant in members:
             state.fail(variant.name, StageFailure(stage="speed", reason="failed", message=str(error)))
         return
-    state.store.put(MEASURED_DEVICE, state.machine, state.speed.device)
+    _keep(state, MEASURED_DEVICE, state.machine, state.speed.device)
     # A set with failures is measured again next time: what failed may have been mended.
     if not state.speed.failures:
-        state.store.put("speed", key, state.speed)
-        state.store.remember_duration("speed", time.monotonic() - start)
+        _keep(state, "speed", key, state.speed)
+        _remember_duration(state, "speed", time.monotonic() - start)
 
 
 def _capacity(state: RunState, variant: VariantSpec) -> None:
@@ -346,7 +330,7 @@ def _stored_stage(
 ) -> AnyValue | None:
     def make() -> AnyValue:
         result = run_stage(stage, request, kind, log=state.log, progress=state.progress.tell)
-        state.store.put(stage, key, result)
+        _keep(state, stage, key, result)
         return result
 
     return _stage(state, stage, variant, stored=lambda: state.store.get(stage, key, kind), make=make)
@@ -369,18 +353,33 @@ def _stage(
             step.reused()
             state.reused.append(name)
             return found
+        step.begins()
         try:
             result = make()
-        except (KeyboardInterrupt, Interrupted):
+        except KeyboardInterrupt:
             state.fail(variant, _interrupted(stage))
             raise
         except PipelineError as error:
             step.failed(str(error))
             reason = error.reason if isinstance(error, WorkerError) else "failed"
-            state.fail(variant, _failure(stage, reason, str(error)))
+            state.fail(variant, failure(stage, reason, str(error)))
             return None
-    state.store.remember_duration(name, time.monotonic() - start)
+    _remember_duration(state, name, time.monotonic() - start)
     return result
+
+
+def _keep(state: RunState, stage: str, key: str, result: Value) -> None:
+    """Store a result; where the disk is full this run still has it, and the next one measures again."""
+    try:
+        state.store.put(stage, key, result)
+    except StageError as error:
+        state.progress.say(f"the result of {stage} is not kept for the next run: {error}")
+
+
+def _remember_duration(state: RunState, name: str, seconds: float) -> None:
+    """For the time left, which a run can do without."""
+    with suppress(StageError):
+        state.store.remember_duration(name, seconds)
 
 
 def _skips(state: RunState, variant: VariantSpec, stage: str) -> bool:
@@ -390,77 +389,14 @@ def _skips(state: RunState, variant: VariantSpec, stage: str) -> bool:
     return True
 
 
-def _failure(stage: str, reason: str, message: str) -> StageFailure:
+def failure(stage: str, reason: str, message: str) -> StageFailure:
+    """A stage that gave nothing, told in the words of `results.StageFailure`."""
     return StageFailure.model_validate({"stage": stage, "reason": reason, "message": message})
 
 
 def _skipped(stage: str) -> StageFailure:
-    return _failure(stage, "skipped", "there is no checkpoint to run")
+    return failure(stage, "skipped", "there is no checkpoint to run")
 
 
 def _interrupted(stage: str) -> StageFailure:
-    return _failure(stage, "interrupted", "the run was stopped during this stage")
-
-
-# --- results ---------------------------------------------------------------------------------------------
-
-
-def variant_results(state: RunState) -> tuple[VariantResults, ...]:
-    """What is known of every variant, the baseline first."""
-    return tuple(_variant_results(state, variant) for variant in state.recipe.ordered())
-
-
-def _variant_results(state: RunState, variant: VariantSpec) -> VariantResults:
-    name = variant.name
-    speed = state.speed.variants.get(name) if state.speed else None
-    folder = state.checkpoints.get(name)
-    return VariantResults(
-        name=name,
-        precision=variant.quantizer.precision,
-        required=variant.required,
-        quantizer=variant.quantizer.model_dump(mode="json"),
-        checkpoint=state.manifests.get(name),
-        checkpoint_folder=str(folder.resolve()) if folder else None,
-        speed=speed,
-        memory=speed.memory if speed else None,
-        capacity=state.capacity.get(name),
-        quality=state.quality.get(name),
-        cost=_cost(state, name),
-        failures=tuple(state.failures.get(name, ())) + _unreached(state, name),
-    )
-
-
-def _unreached(state: RunState, name: str) -> tuple[StageFailure, ...]:
-    """Stages that an interruption kept from starting."""
-    if not state.interrupted:
-        return ()
-    told = {failure.stage for failure in state.failures.get(name, ())}
-    has = {
-        "quantize": name in state.manifests,
-        "speed": state.recipe.speed is None or (state.speed is not None and name in state.speed.variants),
-        "capacity": state.recipe.capacity is None or name in state.capacity,
-        "quality": state.recipe.quality is None or name in state.quality,
-    }
-    return tuple(
-        _failure(stage, "interrupted", "the run was stopped before this stage")
-        for stage, done in has.items()
-        if not done and stage not in told
-    )
-
-
-def _cost(state: RunState, name: str) -> CostResult | None:
-    speed = state.speed.variants.get(name) if state.speed else None
-    price = state.recipe.cost.dollars_per_hour if state.recipe.cost else None
-    rates = [
-        (row.decode_tokens_per_s, row.batch_size)
-        for row in (speed.rows if speed else ())
-        if row.outcome == "measured" and row.decode_tokens_per_s
-    ]
-    if price is None or not rates:
-        return None
-    rate, batch_size = max(rates)
-    return CostResult(
-        dollars_per_hour=price,
-        batch_size=batch_size,
-        dollars_per_million_output_tokens=dollars_per_million_tokens(rate, dollars_per_hour=price),
-    )
+    return failure(stage, "interrupted", "the run was stopped during this stage")

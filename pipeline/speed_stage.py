@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in_turn
-from pipeline.hardware import Device, available_memory_bytes
+from pipeline.hardware import Device, available_memory_bytes, machine_state
 from pipeline.measure import summarise
 from pipeline.processes import WorkerError, WorkerTurn, run_stage
 from pipeline.recipe import SpeedSpec, Workload
 from pipeline.results import (
     CheckpointManifest,
     DeviceSpeed,
+    MachineState,
     MemoryResult,
     SpeedResult,
     SpeedRow,
@@ -44,6 +45,7 @@ def measure_speed(
     progress: Progress,
 ) -> SpeedStageResult:
     """Time every variant at every batch size. A variant that can't be loaded is among the failures."""
+    before = machine_state(device)
     limits = run_stage(
         "device-speed",
         DeviceSpeedRequest(device=device.kind, dtypes=_dtypes(device)),
@@ -70,9 +72,23 @@ def measure_speed(
         stage.together()
     else:
         stage.one_by_one()
+    after = machine_state(device)
     return SpeedStageResult(
-        device=limits, alternated=together, variants=stage.results, failures=stage.failures
+        device=limits,
+        machine_before=before,
+        machine_after=after,
+        alternated=together,
+        variants={name: _marked(result, after) for name, result in stage.results.items()},
+        failures=stage.failures,
     )
+
+
+def _marked(result: SpeedResult, after: MachineState) -> SpeedResult:
+    """The result with a note when the device held its clocks back; such figures are too low, not void."""
+    if not after.gpu_throttled_by:
+        return result
+    note = f"the GPU was throttled at the end of the stage: {', '.join(after.gpu_throttled_by)}"
+    return result.model_copy(update={"notes": (*result.notes, note)})
 
 
 def _dtypes(device: Device) -> tuple[str, ...]:

@@ -22,21 +22,18 @@ from pipeline.stages import CapacityRequest, QualityStageRequest
 from pipeline.values import digest
 
 _MODEL_PACKAGES = ("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors")
+_RUNNING = ("engines", "quantizers", "weights.py", "live_tensors.py", "process_memory.py", "stages.py")
 _CODE = {
     "source": ("random_weights.py",),
-    "quantize": ("checkpoint.py", "quantizers"),
-    "speed": (
-        "measure.py",
-        "alternation.py",
-        "stages.py",
-        "hardware.py",
-        "live_tensors.py",
-        "engines",
-        "quantizers",
+    "quantize": ("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "quantizers"),
+    "speed": (*_RUNNING, "measure.py", "alternation.py", "speed_stage.py", "hardware.py", "roofline.py"),
+    "capacity": (*_RUNNING, "measure.py"),
+    "quality": (
+        *("quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),
+        *("quantizers", "weights.py", "stages.py"),
     ),
-    "capacity": ("stages.py", "live_tensors.py", "process_memory.py", "engines", "quantizers"),
-    "quality": ("quality.py", "tasks.py", "quantizers"),
 }
+"""The files whose change makes a stored result worthless; a folder stands for all of its files."""
 
 
 def source_key(*, config: Mapping[str, Any], seed: int) -> str:

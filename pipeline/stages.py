@@ -19,7 +19,12 @@ from pipeline.engines.base import Session
 from pipeline.errors import StageError
 from pipeline.hardware import measure_device_speed
 from pipeline.measure import random_prompts, time_generation
-from pipeline.process_memory import peak_resident_bytes, reset_peak_resident_bytes, resident_bytes_now
+from pipeline.process_memory import (
+    peak_resident_bytes,
+    reset_peak_resident_bytes,
+    resident_bytes_now,
+    return_freed_memory,
+)
 from pipeline.quality import QualityRequest, evaluate
 from pipeline.random_weights import write_random_checkpoint
 from pipeline.recipe import AnyEngine, AnyQuantizer
@@ -139,7 +144,9 @@ class SpeedSession:
     """The worker's side of the speed stage: one loaded variant that runs a batch when it has the turn."""
 
     def __init__(self, request: SpeedRequest) -> None:
-        import transformers  # noqa: F401  (imported before the first reading: libraries are no weights)
+        # Imported before the first reading, because libraries are no weights.
+        import torch  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
 
         self._request = request
         reset_peak_resident_bytes()
@@ -196,7 +203,11 @@ def _open(checkpoint: RunnableCheckpoint) -> Session:
 
 def capacity(request: CapacityRequest, *, progress: Progress) -> CapacityResult:
     """Find the largest batch that really runs prefill and decode at full length within the budget."""
-    session = _open(request.checkpoint)
+    return capacity_of(_open(request.checkpoint), request=request, progress=progress)
+
+
+def capacity_of(session: Session, *, request: CapacityRequest, progress: Progress) -> CapacityResult:
+    """The same of a loaded session. Raises StageError when a batch fails for another reason than memory."""
     prober = _Prober(session, request=request)
     weights = session.memory().weight_bytes_resident
     first = prober(1, progress=progress)
@@ -252,7 +263,7 @@ def largest_that_fits(fits: Callable[[int], bool], *, start: int, ceiling: int) 
 
 def _why_limited(probes: list[CapacityProbe], *, at_ceiling: bool, ceiling: int) -> str:
     if at_ceiling:
-        return f"the recipe's capacity.max_sequences ({ceiling}) was reached; memory would hold more"
+        return f"the recipe's capacity.max_sequences ({ceiling}) was reached; more was not tried"
     failed = [probe for probe in probes if probe.outcome == "out_of_memory"]
     return min(failed, key=lambda probe: probe.sequences).because if failed else ""
 
@@ -269,6 +280,7 @@ class _Prober:
         session.prefill([[0, 0]], new_tokens=2)
         session.decode_step()
         session.release()
+        return_freed_memory()
         self._weights = session.memory().weight_bytes_resident
         self._idle = resident_bytes_now()
         self.kv_bytes_per_sequence = 0
@@ -291,6 +303,7 @@ class _Prober:
             seed=sequences,
         )
         session.release()
+        return_freed_memory()  # a larger probe before this one must not count
         session.reset_peak()
         try:
             session.prefill(prompts, new_tokens=request.new_tokens)

@@ -36,6 +36,9 @@ from pipeline.values import Value
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+"""What a disk, its quota or its owner answers to a write: the user's to mend, not a bug."""
+
 
 @dataclass(frozen=True)
 class Store:
@@ -56,6 +59,10 @@ class Store:
                 "free it, or name another folder in PIPELINE_STORE"
             ) from None
 
+    def place(self) -> Path:
+        """The root, or what there is of the path to it: where its bytes will go."""
+        return next(place for place in (self.root, *self.root.parents) if place.exists())
+
     def result_path(self, stage: str, key: str) -> Path:
         """Where the result of `stage` with this key stands or will stand."""
         return self.root / "results" / stage / f"{key}.json"
@@ -65,7 +72,7 @@ class Store:
         path = self.result_path(stage, key)
         try:
             return kind.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        except OSError:
             return None
         except ValidationError:
             path.unlink(missing_ok=True)
@@ -91,10 +98,8 @@ class Store:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StageError(
-                    f"the disk is full: {final} could not be written; free space or move the store"
-                ) from error
+            if error.errno in _REFUSED:
+                raise _not_written(final, error) from error
             raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -153,11 +158,11 @@ class Store:
 def write_atomically(path: Path, text: str) -> None:
     """Temporary file in the same folder, flush to disk, rename: a crash leaves the old file or the new one.
 
-    Raises StageError when the disk is full.
+    Raises StageError naming the path when the disk is full or doesn't let it be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f".partial-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -165,11 +170,17 @@ def write_atomically(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StageError(
-                f"the disk is full: {path} could not be written; free space or move the store"
-            ) from error
+        if error.errno in _REFUSED:
+            raise _not_written(path, error) from error
         raise
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _not_written(path: Path, error: OSError) -> StageError:
+    full = "the disk is full: " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return StageError(
+        f"{full}{path} could not be written ({error.strerror}); "
+        "free space, or name another folder in PIPELINE_STORE"
+    )

@@ -26,7 +26,14 @@ def text_table(header: Sequence[str], rows: Rows) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Rows, *, text_columns: Sequence[str] = ()) -> str:
-    """A Markdown table; figures are aligned right, the first column and `text_columns` left."""
+    """A Markdown table; figures are aligned right, the first column and `text_columns` left.
+
+    Pipes and line breaks in cells are taken care of.
+    """
     marks = ["---" if name in (header[0], *text_columns) else "---:" for name in header]
     lines = [header, marks, *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _markdown_cell(text: str) -> str:
+    return " ".join(text.splitlines()).replace("|", "\\|")

@@ -195,6 +195,10 @@ def _checkpoint(variant: VariantResults) -> Iterator[TrackedMetric]:
 def _speed(variant: VariantResults) -> Iterator[TrackedMetric]:
     for row in _measured_rows(variant.speed):
         yield from _fields("speed", row, SPEED_FIELDS, step=row.batch_size)
+        # Run tables and searches see a series' last step only, the largest batch: each size has its own name too.
+        yield from _fields(
+            f"speed.batch_{row.batch_size}", row, ("decode_tokens_per_s", "prefill_tokens_per_s")
+        )
         for name, times in (("ttft_s", row.ttft_s), ("tpot_s", row.tpot_s)):
             if times is not None:
                 yield TrackedMetric(f"speed.{name}", times.median, row.batch_size)
@@ -256,6 +260,7 @@ def _speedups(variant: VariantResults, baseline: VariantResults) -> Iterator[Tra
             slow = getattr(before.get(row.batch_size), f"{name}_tokens_per_s", None)
             if fast is not None and slow:
                 yield TrackedMetric(f"vs_baseline.{name}_speedup", fast / slow, row.batch_size)
+                yield TrackedMetric(f"vs_baseline.batch_{row.batch_size}.{name}_speedup", fast / slow)
 
 
 def _memory_fraction(variant: VariantResults, baseline: VariantResults) -> Iterator[TrackedMetric]:

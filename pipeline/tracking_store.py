@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "PGCONNECT_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # "View run …" lines would stand in standard output, which is for data.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }

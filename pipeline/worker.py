@@ -1,6 +1,6 @@
 """One stage in a fresh process: request JSON in, result JSON file out.
 
-    python -m pipeline.worker STAGE REQUEST RESULT
+    python -m pipeline.worker STAGE REQUEST RESULT PARENT_PID
 
 Standard output carries the protocol, one JSON object a line (`progress`, `failure`, and for the speed stage
 `opened` and `turn`); whatever libraries print goes to standard error. The speed stage stays alive and takes
@@ -30,9 +30,9 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> int:
     """Run one stage; the exit status is 0 when the result file was written."""
-    stage, request_path, result_path = arguments
+    stage, request_path, result_path, parent_pid = arguments
     protocol = _take_over_stdout()
-    _die_with_parent()
+    _die_with_parent(int(parent_pid))
     _quiet_libraries()
 
     def emit(event: str, **fields: Any) -> None:
@@ -94,10 +94,12 @@ def _take_over_stdout() -> TextIO:
     return protocol
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent_pid: int) -> None:
     """A killed parent must not leave a worker that goes on using the device (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the wish was told, and nothing would tell us any more
+        sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption stops
 
 

@@ -24,6 +24,9 @@ from pipeline.errors import RecipeError
 KeyPath = tuple[str | int, ...]
 
 _MAX_NODES = 20_000
+_MAX_DEPTH = 50
+_TOO_DEEP = f"the document nests more than {_MAX_DEPTH} levels deep"
+_UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -56,9 +59,10 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
+        """One line of printable text, whatever the document holds."""
         where = f"line {self.line}: " if self.line else ""
         what = f"{dotted(self.path)}: " if self.path else ""
-        return where + what + self.message
+        return one_line(where + what + self.message)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Document:
     data: Any
     lines: dict[KeyPath, int]
     faults: tuple[Fault, ...] = ()
+    numbers: dict[KeyPath, str] = field(default_factory=dict)
+    """Numbers as they are written: `25921e05` stays readable in a message."""
 
     def line(self, path: KeyPath) -> int | None:
         """Line of `path`, or of its nearest ancestor that the text holds."""
@@ -80,6 +86,7 @@ class Document:
 @dataclass
 class _Builder:
     lines: dict[KeyPath, int] = field(default_factory=dict)
+    numbers: dict[KeyPath, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     open_nodes: set[int] = field(default_factory=set)
     nodes: int = 0
@@ -91,6 +98,8 @@ class _Builder:
         self.nodes += 1
         if self.nodes > _MAX_NODES:
             raise RecipeError(f"the document expands to more than {_MAX_NODES} values (nested aliases?)")
+        if len(path) > _MAX_DEPTH:
+            raise RecipeError(_TOO_DEEP)
         if id(node) in self.open_nodes:
             self.fault(path, node, "an alias that contains itself is not allowed")
             return None
@@ -133,7 +142,10 @@ class _Builder:
         kind = node.tag.removeprefix(_TAG)
         text = node.value
         if kind == "str":
-            return text
+            if not _UNSTORABLE.search(text):
+                return text
+            self.fault(path, node, "holds a NUL or half a surrogate pair, which no name or path can hold")
+            return None
         if kind == "null":
             return None
         if kind == "bool":
@@ -156,6 +168,7 @@ class _Builder:
         if not finite:
             self.fault(path, node, f"{node.value[:40]!r} is not a finite number")
             return None
+        self.numbers[path] = node.value
         return value
 
 
@@ -163,8 +176,18 @@ def dotted(path: KeyPath) -> str:
     """`("gate", 0, "factor")` → `gate[0].factor`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{shortened(part)}"
     return text
+
+
+def shortened(text: str, *, limit: int = 60) -> str:
+    """At most `limit` characters, so that a pasted file in place of a name doesn't fill the screen."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks and control characters (which could steer a terminal) written as escapes."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def parse(text: str) -> Document:
@@ -183,17 +206,19 @@ def parse(text: str) -> Document:
         raise RecipeError(_marked("holds more than one document or an undefined alias", error)) from error
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_marked("is not valid YAML", error)) from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"is not valid YAML: {str(error).splitlines()[0]}") from error
+    except RecursionError:
+        raise RecipeError(_TOO_DEEP) from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"is not valid YAML: {one_line(str(error).splitlines()[0])}") from error
     finally:
         if loader is not None:
             loader.dispose()
-    return Document(data=data, lines=builder.lines, faults=tuple(builder.faults))
+    return Document(data=data, lines=builder.lines, faults=tuple(builder.faults), numbers=builder.numbers)
 
 
 def _marked(what: str, error: yaml.MarkedYAMLError) -> str:
     line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-    return f"{line}{what}: {error.problem or error.context}"
+    return one_line(f"{line}{what}: {shortened(str(error.problem or error.context), limit=200)}")
 
 
 def read_text(path: Path) -> str:

@@ -8,7 +8,9 @@ with Transformers().open(folder, quantizer=quantizer, device="cpu") as session:
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +24,9 @@ from pipeline.results import Problem
 
 if TYPE_CHECKING:
     import torch
+
+
+_NOT_FINITE = "the model's logits are not finite: it can't be used at this precision"
 
 
 class Transformers(Engine):
@@ -67,6 +72,9 @@ class TransformersSession(Session):
         self.vocabulary_tokens = vocabulary_tokens
         self.execution = f"eager, {cache} cache, {model.config._attn_implementation} attention"
         self._static = cache == "static"
+        # The argument is being renamed upstream, model by model; the old name warns at every step.
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._cache: Any = None
         self._last: torch.Tensor | None = None
 
@@ -84,11 +92,14 @@ class TransformersSession(Session):
             self._cache = DynamicCache(config=self.model.config)
         logits = self._forward(input_ids)
         if not bool(torch.isfinite(logits).all()):
-            raise StageError("the model's logits are not finite: it can't be used at this precision")
+            raise StageError(_NOT_FINITE)
         return self._take(logits)
 
     def decode_step(self) -> list[int]:
-        """One more greedy token for every sequence; an end-of-sequence token doesn't stop anything."""
+        """One more greedy token for every sequence; an end-of-sequence token doesn't stop anything.
+
+        Raises StageError when a sequence's best logit isn't finite.
+        """
         assert self._last is not None, "prefill comes first"
         return self._take(self._forward(self._last[:, None]))
 
@@ -97,12 +108,17 @@ class TransformersSession(Session):
 
         # Not inference_mode: quanto's packed INT4 tensors make views that it forbids.
         with torch.no_grad():
-            output = self.model(input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            output = self.model(
+                input_ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: self._cache}
+            )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
     def _take(self, logits: torch.Tensor) -> list[int]:
-        self._last = logits.argmax(dim=-1)
+        best, self._last = logits.max(dim=-1)
+        # A NaN is the maximum of its row: looking at the maxima finds it, at no cost worth timing.
+        if not all(map(math.isfinite, best.tolist())):
+            raise StageError(_NOT_FINITE)
         tokens: list[int] = self._last.tolist()
         return tokens
 

@@ -89,7 +89,7 @@ class MaxPerplexityIncrease(Rule):
         totals = tuple(sum(nats) / sum(tokens) for nats in (first, second))
         return self.finding(
             outcome,
-            f"{task}: perplexity {_exp(totals[0]):.4g} → {_exp(totals[1]):.4g} per token on {len(tokens)} "
+            f"perplexity {_exp(totals[0]):.4g} → {_exp(totals[1]):.4g} per token on {len(tokens)} "
             f"documents; {self._bounds(result, outcome)}",
             unit=self.unit,
             subject=task,
@@ -102,7 +102,7 @@ class MaxPerplexityIncrease(Rule):
         assert result.difference is not None
         verdict = {
             "pass": f"surely under the limit of {self.percent:g} %",
-            "fail": f"surely not under the limit of {self.percent:g} %",
+            "fail": f"surely above the limit of {self.percent:g} %",
             "inconclusive": f"undecided against the limit of {self.percent:g} %; {self._needed(result)}",
         }[outcome]
         if result.interval is None:
@@ -110,7 +110,7 @@ class MaxPerplexityIncrease(Rule):
         low, high = (_percent(bound) for bound in (result.interval.lower, result.interval.upper))
         return (
             f"the change of {_percent(result.difference):+.2f} % lies in {low:+.2f} … {high:+.2f} "
-            f"({self.confidence:.3g} on each side), {verdict}"
+            f"({100 * self.confidence:g} % bounds), {verdict}"
         )
 
     def _needed(self, result: BootstrapDifference) -> str:

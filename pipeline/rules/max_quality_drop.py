@@ -179,7 +179,7 @@ class MaxQualityDrop(Rule):
         if drop.lower is not None and drop.upper is not None:
             outcome = non_inferiority(drop.lower, drop.upper, self.points / 100)
             interval = (100 * drop.lower, 100 * drop.upper)
-        sentence = f"{_scores(task, drop)}{_flips(drop, holm_p, tests)}; {self._bounds(drop, outcome)}"
+        sentence = f"{_scores(drop)}{_flips(drop, holm_p, tests)}; {self._bounds(drop, outcome)}"
         return self.finding(
             outcome,
             sentence,
@@ -193,14 +193,14 @@ class MaxQualityDrop(Rule):
     def _bounds(self, drop: TaskDrop, outcome: Decision) -> str:
         verdict = {
             "pass": f"surely under the limit of {self.points:g}",
-            "fail": f"surely not under the limit of {self.points:g}",
+            "fail": f"surely above the limit of {self.points:g}",
             "inconclusive": f"undecided against the limit of {self.points:g}; {self._needed(drop)}",
         }[outcome]
         if drop.lower is None or drop.upper is None:
             return f"{drop.documents} document gives no interval, {verdict}"
         return (
             f"the drop of {100 * drop.drop:.2f} points lies in {100 * drop.lower:.2f} … "
-            f"{100 * drop.upper:.2f} ({self.confidence:.3g} on each side), {verdict}"
+            f"{100 * drop.upper:.2f} ({100 * self.confidence:g} % bounds), {verdict}"
         )
 
     def _needed(self, drop: TaskDrop) -> str:
@@ -232,10 +232,9 @@ def _direction(task: str, metric: str, first: TaskResult, second: TaskResult) ->
     return directions.pop()
 
 
-def _scores(task: str, drop: TaskDrop) -> str:
+def _scores(drop: TaskDrop) -> str:
     return (
-        f"{task} {drop.metric}: {drop.baseline_score:.1%} → {drop.candidate_score:.1%} on "
-        f"{drop.documents} documents"
+        f"{drop.metric}: {drop.baseline_score:.1%} → {drop.candidate_score:.1%} on {drop.documents} documents"
     )
 
 

@@ -52,8 +52,8 @@ class MinCapacity(ThresholdRule):
             outcome = "inconclusive"
         return self.finding(
             outcome,
-            f"{held} sequences of {after.context_tokens} tokens ran at once"
-            f"{_ended(after)}, at least {sequences} are asked for",
+            f"{held}{_ended(after)} sequences of {after.context_tokens} tokens ran at once; "
+            f"at least {sequences} are asked for",
             unit=self.unit,
             observed=held,
             limit=sequences,
@@ -73,8 +73,8 @@ class MinCapacity(ThresholdRule):
             outcome = "inconclusive"
         return self.finding(
             outcome,
-            f"{held} sequences of {after.context_tokens} tokens ran at once{_ended(after)}, {observed:.3g} "
-            f"times the baseline's {base}{_ended(before)}, at least {self.factor:g} times are asked for",
+            f"{held}{_ended(after)} sequences of {after.context_tokens} tokens ran at once, {observed:.3g} × "
+            f"the baseline's {base}{_ended(before)}; at least {self.factor:g} × is asked for",
             unit="x",
             observed=observed,
             limit=self.factor,
@@ -102,4 +102,4 @@ def _sequences(capacity: CapacityResult) -> int:
 
 
 def _ended(capacity: CapacityResult) -> str:
-    return " (the search ended at its own ceiling)" if capacity.limited_by == "ceiling" else ""
+    return " or more (the search's ceiling)" if capacity.limited_by == "ceiling" else ""

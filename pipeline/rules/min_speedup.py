@@ -49,8 +49,8 @@ class MinSpeedup(ThresholdRule):
                 noise += " whose spread reaches across the limit"
         return self.finding(
             outcome,
-            f"{self.metric} at batch size {self.batch_size}: {fast:.4g} tok/s is {observed:.3g} times the "
-            f"baseline's {slow:.4g} tok/s, at least {self.factor:g} times is asked for"
+            f"{self.metric} at batch size {self.batch_size}: {fast:.4g} tok/s, {observed:.3g} × the baseline's "
+            f"{slow:.4g}; at least {self.factor:g} × is asked for"
             f"{self._engines(baseline, candidate)}{noise}",
             unit=self.unit,
             observed=observed,

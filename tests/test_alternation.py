@@ -1,0 +1,159 @@
+"""The order of turns: warm-up, alternation, noise, failures and drift, on scripted sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.alternation import ShapeTiming, TimingPlan, TurnResult, drift_percent, time_in_turn
+from pipeline.measure import is_noisy, random_prompts, time_generation
+from pipeline.scripted_engine import ScriptedSession
+
+PROMPT_TOKENS = 8
+
+
+class ScriptedTurn:
+    """A turn over a scripted session; `log` gets (name, batch size, seed) of every run."""
+
+    def __init__(
+        self,
+        name: str,
+        log: list[tuple[str, int, int]],
+        *,
+        session: ScriptedSession | None = None,
+        refuses: Callable[[int, int], TurnResult | None] = lambda _batch, _run: None,
+    ) -> None:
+        self.name, self.log = name, log
+        self.session = session or ScriptedSession()
+        self._refuses = refuses
+
+    def run(self, *, batch_size: int, seed: int) -> TurnResult:
+        self.log.append((self.name, batch_size, seed))
+        runs = sum(entry[:2] == (self.name, batch_size) for entry in self.log)
+        refused = self._refuses(batch_size, runs)
+        if refused:
+            return refused
+        prompts = random_prompts(
+            batch_size=batch_size, prompt_tokens=PROMPT_TOKENS, vocabulary_tokens=1000, seed=seed
+        )
+        trace = time_generation(self.session, prompts=prompts, new_tokens=3, clock=self.session.clock)
+        return TurnResult(outcome="measured", trace=trace, memory=self.session.memory())
+
+
+def plan(**fields: object) -> TimingPlan:
+    return TimingPlan.model_validate(
+        {
+            "batch_sizes": (1, 4),
+            "warmup": 2,
+            "repeats": 3,
+            "min_seconds": 0.0,
+            "max_cv_percent": 5.0,
+            **fields,
+        }
+    )
+
+
+def test_variants_take_turns_and_every_shape_is_warmed_up_first() -> None:
+    log: list[tuple[str, int, int]] = []
+    turns = {name: ScriptedTurn(name, log) for name in ("fp16", "int8")}
+    told: list[str] = []
+    timings = time_in_turn(turns, plan=plan(), progress=told.append)
+    assert [entry[:2] for entry in log] == [
+        (name, size) for size in (1, 4) for _ in range(5) for name in turns
+    ]
+    assert told[:4:2] == ["fp16: batch 1, warm-up", "fp16: batch 1, warm-up"]
+    for shapes in timings.values():
+        assert [(len(shape.warmup_s), len(shape.traces)) for shape in shapes] == [(2, 3), (2, 3)]
+
+
+def test_no_two_runs_of_a_variant_share_a_prompt() -> None:
+    log: list[tuple[str, int, int]] = []
+    turn = ScriptedTurn("fp16", log)
+    time_in_turn({"fp16": turn}, plan=plan(batch_sizes=(1, 2, 4)), progress=lambda _: None)
+    time_in_turn({"fp16": turn}, plan=plan(seed=1_000_000), progress=lambda _: None)
+    assert len({seed for _, _, seed in log}) == len(log)
+    prompts = [prompt for batch in turn.session.prompts for prompt in batch]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_a_prefix_cache_never_makes_a_repeat_cheaper() -> None:
+    session = ScriptedSession(play="free_for_seen_prompts")
+    turn = ScriptedTurn("fp16", [], session=session)
+    timings = time_in_turn({"fp16": turn}, plan=plan(batch_sizes=(1, 2, 8)), progress=lambda _: None)
+    for shape in timings["fp16"]:
+        assert [trace.ttft_s for trace in shape.traces] == pytest.approx([0.5] * 3)
+
+
+def test_a_noisy_set_gets_as_many_repeats_again_and_is_then_left_noisy() -> None:
+    session = ScriptedSession(prefill_s=[0.5, 1.5] * 20)
+    turn = ScriptedTurn("int8", [], session=session)
+    calm = ScriptedTurn("fp16", [])
+    timings = time_in_turn({"fp16": calm, "int8": turn}, plan=plan(batch_sizes=(1,)), progress=lambda _: None)
+    assert len(timings["int8"][0].traces) == 6
+    assert is_noisy(timings["int8"][0].traces, max_cv_percent=5.0)
+    assert len(timings["fp16"][0].traces) == 3
+
+
+def test_repeats_go_on_until_the_minimum_time_is_reached() -> None:
+    timings = time_in_turn(
+        {"fp16": ScriptedTurn("fp16", [])},
+        plan=plan(batch_sizes=(1,), min_seconds=9.5 * 0.52),
+        progress=lambda _: None,
+    )
+    assert len(timings["fp16"][0].traces) == 10
+
+
+def test_the_minimum_time_is_no_reason_to_go_on_for_ever() -> None:
+    timings = time_in_turn(
+        {"fp16": ScriptedTurn("fp16", [])},
+        plan=plan(batch_sizes=(1,), min_seconds=1e9),
+        progress=lambda _: None,
+    )
+    assert len(timings["fp16"][0].traces) == 50
+
+
+def test_a_recipe_gets_all_the_repeats_it_asks_for() -> None:
+    timings = time_in_turn(
+        {"fp16": ScriptedTurn("fp16", [])}, plan=plan(batch_sizes=(1,), repeats=130), progress=lambda _: None
+    )
+    assert len(timings["fp16"][0].traces) == 130
+
+
+def test_a_failing_variant_does_not_stop_the_others() -> None:
+    def breaks(_batch: int, run: int) -> TurnResult | None:
+        return TurnResult(outcome="failed", because="ValueError: broken") if run == 4 else None
+
+    log: list[tuple[str, int, int]] = []
+    turns = {"int8": ScriptedTurn("int8", log, refuses=breaks), "fp16": ScriptedTurn("fp16", log)}
+    timings = time_in_turn(turns, plan=plan(), progress=lambda _: None)
+    for shape in timings["int8"]:
+        assert shape.failure is not None
+        assert shape.failure.because == "ValueError: broken"
+    assert [len(shape.traces) for shape in timings["fp16"]] == [3, 3]
+    assert (
+        sum(entry[0] == "int8" for entry in log) == 8
+    )  # four runs a shape: a failed shape isn't tried again
+
+
+def test_out_of_memory_is_the_outcome_of_one_batch_size() -> None:
+    def too_large(batch: int, _run: int) -> TurnResult | None:
+        return TurnResult(outcome="out_of_memory", because="no room") if batch > 1 else None
+
+    turn = ScriptedTurn("fp16", [], refuses=too_large)
+    small, large = time_in_turn({"fp16": turn}, plan=plan(), progress=lambda _: None)["fp16"]
+    assert small.failure is None
+    assert len(small.traces) == 3
+    assert large.failure is not None
+    assert large.failure.outcome == "out_of_memory"
+    assert not large.traces
+
+
+def test_drift_is_how_much_slower_the_baseline_became() -> None:
+    def shape(step_s: float) -> ShapeTiming:
+        turn = ScriptedTurn("fp16", [], session=ScriptedSession(step_s=(step_s,)))
+        return time_in_turn({"fp16": turn}, plan=plan(), progress=lambda _: None)["fp16"][0]
+
+    assert drift_percent(shape(0.10), shape(0.11)) == pytest.approx(10.0)
+    assert drift_percent(shape(0.10), shape(0.08)) == pytest.approx(-20.0)
+    assert drift_percent(shape(0.10), ShapeTiming(1)) is None

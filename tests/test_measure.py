@@ -1,0 +1,226 @@
+"""How raw times become figures, on a scripted clock whose right answers are known to the last digit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipeline.measure import (
+    GenerationTrace,
+    is_noisy,
+    percentile,
+    random_prompts,
+    summarise,
+    time_generation,
+)
+from pipeline.results import Distribution, SpeedRow
+from pipeline.scripted_engine import ScriptedSession
+
+
+def timed(session: ScriptedSession, *, new_tokens: int, batch_size: int = 1, prompt_tokens: int = 4) -> Any:
+    prompts = random_prompts(
+        batch_size=batch_size, prompt_tokens=prompt_tokens, vocabulary_tokens=1000, seed=len(session.prompts)
+    )
+    return time_generation(session, prompts=prompts, new_tokens=new_tokens, clock=session.clock)
+
+
+def row(traces: Sequence[GenerationTrace], *, new_tokens: int, **fields: Any) -> SpeedRow:
+    settings: dict[str, Any] = {
+        "warmup_s": (),
+        "bytes_read_per_step": None,
+        "read_bandwidth_bytes_per_s": None,
+        "peak_memory_bytes": None,
+        "max_cv_percent": 5.0,
+        "last_level_cache_bytes": None,
+        **fields,
+    }
+    return summarise(traces, new_tokens=new_tokens, **settings)
+
+
+# --- prefill and decode apart ----------------------------------------------------------------------------
+
+
+def test_decode_time_leaves_out_the_prefill() -> None:
+    trace = timed(ScriptedSession(prefill_s=(1.0,), step_s=(0.01,)), new_tokens=101)
+    assert trace.ttft_s == 1.0
+    assert trace.decode_tokens_per_s == pytest.approx(100.0)
+    assert trace.tpot_s == pytest.approx(0.01)
+    assert len(trace.itl_s) == 100
+
+
+def test_the_first_token_is_counted_in_the_prefill_only() -> None:
+    trace = timed(ScriptedSession(prefill_s=(0.5,), step_s=(0.1,)), new_tokens=2)
+    assert trace.ttft_s == 0.5
+    assert trace.decode_tokens_per_s == pytest.approx(10.0)
+    assert trace.produced_tokens == 2
+
+
+def test_a_single_token_has_no_decode_rate() -> None:
+    trace = timed(ScriptedSession(), new_tokens=1)
+    found = row([trace], new_tokens=1)
+    assert found.outcome == "measured"
+    assert (found.tpot_s, found.decode_tokens_per_s, found.itl_p50_s) == (None, None, None)
+
+
+def test_prefill_counts_prompt_tokens_not_prompts() -> None:
+    trace = timed(ScriptedSession(prefill_s=(0.5,)), new_tokens=2, batch_size=4, prompt_tokens=512)
+    assert trace.prefill_tokens_per_s == 4096.0
+
+
+def test_a_batch_decodes_its_size_per_step_and_each_request_its_share() -> None:
+    found = row([timed(ScriptedSession(step_s=(0.1,)), new_tokens=11, batch_size=8)], new_tokens=11)
+    assert found.decode_tokens_per_s == pytest.approx(80.0)
+    assert found.decode_tokens_per_s_per_request == pytest.approx(10.0)
+    assert found.produced_tokens == 88
+
+
+def test_tokens_that_were_not_produced_are_not_counted() -> None:
+    """160 sequences of 1024 asked for; 123,383 tokens came in 171.55 s: 719.2 tok/s, not 955.1."""
+    steps = 1023
+    produced = [121] * steps
+    produced[0] += 123_383 - sum(produced)
+    trace = GenerationTrace(
+        batch_size=160,
+        prompt_tokens=8,
+        token_times_s=tuple(1.0 + 171.55 * step / steps for step in range(steps + 1)),
+        produced=(160, *produced),
+    )
+    assert trace.decode_tokens_per_s == pytest.approx(719.2, abs=0.05)
+    found = row([trace], new_tokens=1024)
+    assert found.outcome == "void"
+    assert "163840 were asked for" in found.because
+
+
+def test_a_sequence_that_ends_early_makes_the_row_void() -> None:
+    session = ScriptedSession(ends_after_tokens=5)
+    traces = [timed(session, new_tokens=10, batch_size=2) for _ in range(3)]
+    found = row(traces, new_tokens=10)
+    assert found.outcome == "void"
+    assert "10 tokens were produced where 20 were asked for" in found.because
+    assert found.produced_tokens == 10
+
+
+# --- the clock -------------------------------------------------------------------------------------------
+
+
+def test_queued_work_is_waited_for_before_every_reading_of_the_clock() -> None:
+    session = ScriptedSession(prefill_s=(1.0,), step_s=(0.01,), play="queues_work")
+    session.decode_step()  # work left over from before
+    session.calls.clear()
+    trace = timed(session, new_tokens=101)
+    assert trace.ttft_s == pytest.approx(1.0)
+    assert trace.decode_tokens_per_s == pytest.approx(100.0)
+    before = [
+        earlier for earlier, call in zip(session.calls, session.calls[1:], strict=False) if call == "clock"
+    ]
+    assert set(before) == {"synchronize"}
+    assert len(before) == 1 + 101
+
+
+def test_a_step_that_took_no_time_makes_the_row_void() -> None:
+    found = row([timed(ScriptedSession(step_s=(0.0,)), new_tokens=4)], new_tokens=4)
+    assert found.outcome == "void"
+    assert "took no time" in found.because
+    assert found.bandwidth_share is None
+
+
+def test_a_clock_that_was_set_back_never_gives_a_figure() -> None:
+    times = iter([0.0, 0.5, -3599.5, -3599.4])
+    trace = time_generation(ScriptedSession(), prompts=[[1]], new_tokens=3, clock=lambda: next(times))
+    assert trace.decode_tokens_per_s is None
+    assert row([trace], new_tokens=3).outcome == "void"
+
+
+def test_the_wall_clock_never_goes_back() -> None:
+    assert time.get_clock_info("perf_counter").monotonic
+
+
+# --- repeats ---------------------------------------------------------------------------------------------
+
+
+def test_the_median_stands_though_the_first_run_took_seven_hundred_times_longer() -> None:
+    times = [79.075, 0.607, 0.115, 0.106, 0.100]
+    session = ScriptedSession(prefill_s=times, step_s=(0.1,))
+    found = row([timed(session, new_tokens=3) for _ in times], new_tokens=3, warmup_s=(80.0, 0.7))
+    assert found.ttft_s is not None
+    assert found.ttft_s.median == pytest.approx(0.115)
+    assert found.ttft_s.samples == pytest.approx(times)
+    assert found.warmup_s == (80.0, 0.7)
+    assert found.noisy
+
+
+def test_another_seed_gives_other_prompts_and_the_same_seed_the_same() -> None:
+    def prompts(seed: int) -> list[list[int]]:
+        return random_prompts(batch_size=3, prompt_tokens=16, vocabulary_tokens=300, seed=seed)
+
+    assert prompts(1) == prompts(1)
+    flat = [tuple(prompt) for seed in range(20) for prompt in prompts(seed)]
+    assert len(set(flat)) == len(flat)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 300])
+def test_prompts_have_the_exact_length_and_stay_inside_the_vocabulary(vocabulary: int) -> None:
+    prompts = random_prompts(batch_size=5, prompt_tokens=77, vocabulary_tokens=vocabulary, seed=3)
+    assert [len(prompt) for prompt in prompts] == [77] * 5
+    assert {token for prompt in prompts for token in prompt} <= set(range(vocabulary))
+
+
+def test_noise_in_either_phase_marks_the_row() -> None:
+    calm = [timed(ScriptedSession(prefill_s=(0.5,)), new_tokens=4) for _ in range(3)]
+    slow_prefill = timed(ScriptedSession(prefill_s=(0.7,)), new_tokens=4)
+    slow_steps = timed(ScriptedSession(step_s=(0.02,)), new_tokens=4)
+    assert not is_noisy(calm, max_cv_percent=1.0)
+    assert is_noisy([*calm, slow_prefill], max_cv_percent=5.0)
+    assert is_noisy([*calm, slow_steps], max_cv_percent=5.0)
+
+
+def test_percentiles_interpolate_between_samples() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert percentile([1.0], 0.99) == 1.0
+    assert percentile([], 0.5) is None
+    assert percentile(list(range(101)), 0.99) == pytest.approx(99.0)
+
+
+def test_a_distribution_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        Distribution.of([])
+
+
+# --- the limit of the memory -----------------------------------------------------------------------------
+
+H200_BYTES_PER_S = 4.8e12
+
+
+@pytest.mark.parametrize(("read_bytes", "ceiling"), [(54e9, 88.9), (27e9, 177.8), (13.92e9, 344.8)])
+def test_decoding_at_the_ceiling_is_believed_and_beyond_it_is_void(read_bytes: float, ceiling: float) -> None:
+    def at(rate: float) -> SpeedRow:
+        trace = timed(ScriptedSession(step_s=(1 / rate,)), new_tokens=5)
+        return row(
+            [trace],
+            new_tokens=5,
+            bytes_read_per_step=int(read_bytes),
+            read_bandwidth_bytes_per_s=H200_BYTES_PER_S,
+            last_level_cache_bytes=50 * 2**20,
+        )
+
+    assert at(ceiling).bandwidth_share == pytest.approx(1.0, abs=0.001)
+    assert at(ceiling).outcome == "measured"
+    too_fast = at(ceiling * 120 / 88.9)
+    assert too_fast.outcome == "void"
+    assert "1.35 × the measured memory bandwidth" in too_fast.because
+
+
+def test_a_model_that_the_processor_cache_holds_has_no_share_of_the_memory_bandwidth() -> None:
+    trace = timed(ScriptedSession(step_s=(1e-6,)), new_tokens=5)
+    found = row(
+        [trace],
+        new_tokens=5,
+        bytes_read_per_step=60_000,
+        read_bandwidth_bytes_per_s=20e9,
+        last_level_cache_bytes=32 * 2**20,
+    )
+    assert found.outcome == "measured"
+    assert found.bandwidth_share is None

@@ -1,0 +1,228 @@
+"""Plans: right figures for a 27B model on data-sheet devices, and honest gaps where a figure isn't known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data_sheet import DATA_SHEET, Device
+from pipeline.footprint import ShapeFacts, shape_facts
+from pipeline.plan import Plan, VariantPlan, make_plan, plan_table, quality_notes
+from pipeline.recipe import LoadedRecipe, load_recipe
+
+ROOT = Path(__file__).parent.parent
+BIG = ROOT / "recipes" / "27b.yaml"
+PUBLISHED_FIELDS = {
+    *("recipe", "model", "hardware", "parameters", "workload_class", "advice", "variants"),
+    *("hardware.name", "hardware.memory_bytes", "hardware.bandwidth_bytes_per_s"),
+    *("hardware.peak_flops_per_s", "hardware.ops_per_byte", "hardware.source"),
+    *("parameters.total", "parameters.embedding", "parameters.head"),
+}
+PUBLISHED_VARIANT_FIELDS = {
+    *("name", "precision", "weight_bytes_on_disk", "weight_bytes_resident", "bytes_read_per_token"),
+    *("kv_bytes_per_token", "kv_bytes_at_context", "fits", "max_batch", "decode_ceiling_tokens_per_s"),
+    *("prefill_ceiling_tokens_per_s", "break_even_batch", "dollars_per_million_output_tokens"),
+}
+
+
+@pytest.fixture(scope="module")
+def facts() -> ShapeFacts:
+    config = ROOT / "recipes" / "architectures" / "qwen3.6-27b.json"
+    return shape_facts(json.loads(config.read_text("utf-8")))
+
+
+def plan_for(loaded: LoadedRecipe, device: Device, facts: ShapeFacts) -> Plan:
+    return make_plan(loaded, recipe=loaded.recipe.expand(device=device.kind), device=device, facts=facts)
+
+
+@pytest.fixture(scope="module")
+def plan(facts: ShapeFacts) -> Plan:
+    return plan_for(load_recipe(BIG), DATA_SHEET["h100-sxm"], facts)
+
+
+def variant(plan: Plan, name: str) -> VariantPlan:
+    return next(variant for variant in plan.variants if variant.name == name)
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> LoadedRecipe:
+    """The 27B recipe with some of its text replaced."""
+    text = BIG.read_text("utf-8").replace("architectures/", f"{BIG.parent}/architectures/")
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_recipe(path)
+
+
+# --- the 27B model on an 80 GB card ----------------------------------------------------------------------
+
+
+def test_the_published_fields_are_there(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    for field in PUBLISHED_FIELDS:
+        found: Any = data
+        for part in field.split("."):
+            assert part in found, field
+            found = found[part]
+    for entry in data["variants"]:
+        assert entry.keys() >= PUBLISHED_VARIANT_FIELDS
+    assert Plan.model_validate_json(plan.to_json()) == plan
+
+
+def test_sixteen_bit_weights_take_two_bytes_each(plan: Plan) -> None:
+    baseline = variant(plan, "bf16")
+    assert plan.parameters["total"] == 26_895_998_464
+    assert baseline.weight_bytes_resident == baseline.weight_bytes_on_disk == 53_791_996_928
+    assert baseline.bits_per_weight == 16
+    assert plan.parameters["embedding"] == plan.parameters["head"] == 1_271_398_400
+    assert baseline.bytes_read_per_token == 2 * (26_895_998_464 - 1_271_398_400)
+
+
+def test_the_parts_of_the_model_add_up(plan: Plan) -> None:
+    parts = plan.parameters
+    assert parts["total"] == parts["embedding"] + parts["head"] + parts["linear"] + parts["other"]
+
+
+def test_the_device_s_ratio_of_operations_to_bytes_is_the_break_even_batch_at_sixteen_bits(
+    plan: Plan,
+) -> None:
+    assert plan.hardware.ops_per_byte["fp16"] == pytest.approx(989e12 / 3.35e12, rel=2e-3)
+    assert variant(plan, "bf16").break_even_batch == pytest.approx(295, abs=1)
+
+
+def test_one_request_decodes_no_faster_than_its_bytes_can_be_read(plan: Plan) -> None:
+    baseline = variant(plan, "bf16")
+    ceiling = baseline.decode_ceiling_tokens_per_s
+    assert ceiling is not None
+    without_cache = 3.35e12 / baseline.bytes_read_per_token
+    assert 0.98 * without_cache < ceiling < without_cache, "the cache is read too"
+
+
+def test_fewer_bits_are_fewer_bytes_more_sequences_and_a_higher_ceiling(plan: Plan) -> None:
+    found = [variant(plan, name) for name in ("bf16", "int8", "int4")]
+    assert [v.precision for v in found] == ["bf16", "int8", "int4"]
+    for wide, narrow in itertools.pairwise(found):
+        assert narrow.weight_bytes_resident < wide.weight_bytes_resident
+        assert narrow.weight_bytes_on_disk < wide.weight_bytes_on_disk
+        assert (narrow.max_batch or 0) > (wide.max_batch or 0)
+        assert (narrow.decode_ceiling_tokens_per_s or 0) > (wide.decode_ceiling_tokens_per_s or 0)
+        assert (narrow.break_even_batch or 0) < (wide.break_even_batch or 0)
+        assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token
+
+
+def test_the_cache_of_a_hybrid_model_grows_in_its_attention_layers_only(plan: Plan) -> None:
+    baseline = variant(plan, "bf16")
+    assert baseline.kv_bytes_per_token == 65_536
+    constant = (baseline.kv_bytes_at_context or 0) - 8192 * 65_536
+    assert 0 < constant < 0.3 * 8192 * 65_536
+    budget = int(0.9 * 80e9)
+    assert plan.budget_bytes == budget
+    room = budget - baseline.weight_bytes_resident
+    assert baseline.max_batch == room // (baseline.kv_bytes_at_context or 1)
+
+
+def test_doubling_the_price_doubles_the_cost_and_no_price_means_no_cost(
+    plan: Plan, facts: ShapeFacts, tmp_path: Path
+) -> None:
+    device = DATA_SHEET["h100-sxm"]
+    dear = plan_for(changed(tmp_path, ("dollars_per_hour: 3.50", "dollars_per_hour: 7")), device, facts)
+    for cheap, costly in zip(plan.variants, dear.variants, strict=True):
+        assert costly.dollars_per_million_output_tokens == pytest.approx(
+            2 * (cheap.dollars_per_million_output_tokens or 0)
+        )
+    free = plan_for(changed(tmp_path, ("cost: {dollars_per_hour: 3.50}\n", "")), device, facts)
+    assert all(v.dollars_per_million_output_tokens is None for v in free.variants)
+
+
+# --- other devices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(DATA_SHEET))
+def test_every_device_of_the_data_sheets_can_be_planned_for(facts: ShapeFacts, name: str) -> None:
+    device = DATA_SHEET[name]
+    found = plan_for(load_recipe(BIG), device, facts)
+    assert found.hardware.name == name
+    for entry in found.variants:
+        assert entry.decode_ceiling_tokens_per_s is not None
+        assert entry.fits == ((entry.max_batch or 0) >= 1)
+        fits_alone = entry.weight_bytes_resident + (entry.kv_bytes_at_context or 0) <= found.budget_bytes
+        assert entry.fits == fits_alone
+
+
+def test_what_does_not_fit_has_no_sequence_and_no_price(facts: ShapeFacts) -> None:
+    baseline = variant(plan_for(load_recipe(BIG), DATA_SHEET["l4"], facts), "bf16")
+    assert (baseline.fits, baseline.max_batch) == (False, 0)
+    assert baseline.dollars_per_million_output_tokens is None
+
+
+def test_an_unknown_bandwidth_leaves_ceilings_unknown_not_zero(facts: ShapeFacts) -> None:
+    device = Device(
+        name="some machine",
+        kind="cpu",
+        memory_bytes=10**11,
+        threads=8,
+        last_level_cache_bytes=None,
+        bandwidth_bytes_per_s=None,
+        source="operating system",
+    )
+    found = plan_for(load_recipe(BIG), device, facts)
+    for entry in found.variants:
+        assert entry.decode_ceiling_tokens_per_s is None
+        assert entry.prefill_ceiling_tokens_per_s is None
+        assert entry.break_even_batch is None
+        assert entry.dollars_per_million_output_tokens is None
+        assert entry.fits is not None, "memory is known"
+    assert found.workload_class is None
+    assert "?" in plan_table(found)
+
+
+def test_an_unknown_cache_is_said_not_guessed(facts: ShapeFacts) -> None:
+    unknown = facts.model_copy(update={"cache": None, "cache_unavailable": "layers of kind 'odd'"})
+    found = plan_for(load_recipe(BIG), DATA_SHEET["h100-sxm"], unknown)
+    assert all((v.fits, v.max_batch, v.kv_bytes_per_token) == (None, None, None) for v in found.variants)
+    assert any("estimate unavailable: layers of kind 'odd'" in note for note in found.notes)
+    assert "estimate unavailable" in plan_table(found)
+
+
+# --- advice and notes ------------------------------------------------------------------------------------
+
+
+def test_the_shape_of_the_workload_is_named(plan: Plan, facts: ShapeFacts, tmp_path: Path) -> None:
+    assert plan.workload_class == "decode-heavy"
+    summary = changed(tmp_path, ("new_tokens: 256", "new_tokens: 2"))
+    assert plan_for(summary, DATA_SHEET["h100-sxm"], facts).workload_class == "prefill-heavy"
+
+
+def test_a_context_beyond_the_model_s_limit_is_noted(facts: ShapeFacts, tmp_path: Path) -> None:
+    too_long = changed(tmp_path, ("context_tokens: 8192", "context_tokens: 300000"))
+    notes = plan_for(too_long, DATA_SHEET["h100-sxm"], facts).notes
+    assert any("300000" in note and "262144" in note for note in notes)
+
+
+def test_too_few_documents_for_the_margin_are_noted(tmp_path: Path) -> None:
+    few = changed(tmp_path, ("seed: 1234}", "seed: 1234, limit: 30}"))
+    notes = quality_notes(few.recipe.expand(device="cuda"))
+    assert len(notes) == 1
+    assert "quality.limit is 30: likely inconclusive" in notes[0]
+    many = changed(tmp_path, ("seed: 1234}", "seed: 1234, limit: 9000}"))
+    assert "enough" in quality_notes(many.recipe.expand(device="cuda"))[0]
+    everything = load_recipe(BIG).recipe.expand(device="cuda")
+    assert "all documents" in quality_notes(everything)[0]
+
+
+def test_the_table_shows_every_variant_with_its_units(plan: Plan) -> None:
+    table = plan_table(plan)
+    assert "53.79" in table
+    assert "26,895,998,464 parameters" in table
+    for name in ("bf16", "int8", "int4", "weights GB", "decode ≤ tok/s", "fits", "Advice:"):
+        assert name in table
+    assert all(line == line.rstrip() for line in table.splitlines())
+
+
+def test_planning_is_repeatable(plan: Plan, facts: ShapeFacts) -> None:
+    assert plan_for(load_recipe(BIG), DATA_SHEET["h100-sxm"], facts) == plan

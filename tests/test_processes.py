@@ -1,0 +1,266 @@
+"""Workers that are killed, exit, print garbage or run out of memory; parents that are killed or interrupted.
+
+Every case runs a real worker process. What a library might do to it is put into a `sitecustomize` module on
+the worker's path, which Python runs before anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.alternation import TurnResult
+from pipeline.engines.transformers import Transformers
+from pipeline.errors import StageError
+from pipeline.processes import Worker, WorkerError, WorkerTurn, run_stage
+from pipeline.quantizers.native import Native
+from pipeline.stages import RandomSource, RandomSourceRequest, RunnableCheckpoint, SpeedRequest
+from tests.tiny_models import write_llama
+
+ROOT = Path(__file__).parent.parent
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+Library = Callable[[str], None]
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Code that every worker runs when its interpreter starts."""
+
+    def install(code: str) -> None:
+        folder = tmp_path / "site"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(code, "utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return install
+
+
+def make(tmp_path: Path, **config: object) -> RandomSource:
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    request = RandomSourceRequest(config={**CONFIG, **config}, seed=0, out=str(out))
+    return run_stage("source", request, RandomSource, log=tmp_path / "log", progress=lambda _: None)
+
+
+def refused(tmp_path: Path, **config: object) -> WorkerError:
+    with pytest.raises(WorkerError) as refusal:
+        make(tmp_path, **config)
+    assert children() == []
+    return refusal.value
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float = 15.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+# --- how a worker ends -----------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_most_likely_ran_out_of_memory(tmp_path: Path, library: Library) -> None:
+    library("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    error = refused(tmp_path)
+    assert error.reason == "out_of_memory"
+    assert "killed (signal 9)" in str(error)
+
+
+def test_a_worker_that_leaves_without_a_word_has_failed_with_its_status(
+    tmp_path: Path, library: Library
+) -> None:
+    library("import os; os._exit(3)")
+    error = refused(tmp_path)
+    assert error.reason == "failed"
+    assert str(error) == f"the process ended with status 3; see {tmp_path / 'log'}"
+
+
+def test_a_worker_that_crashes_has_failed_with_its_signal(tmp_path: Path, library: Library) -> None:
+    library("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    error = refused(tmp_path)
+    assert error.reason == "failed"
+    assert "by signal 11" in str(error)
+
+
+def test_a_worker_that_ends_well_without_a_result_has_failed(tmp_path: Path, library: Library) -> None:
+    library("import os; os._exit(0)")
+    error = refused(tmp_path)
+    assert error.reason == "failed"
+    assert "without a result" in str(error)
+
+
+def test_memory_that_the_system_refuses_is_out_of_memory(tmp_path: Path) -> None:
+    error = refused(tmp_path, vocab_size=2**40)
+    assert error.reason == "out_of_memory"
+    assert "DefaultCPUAllocator" in str(error)
+
+
+def test_a_bug_is_a_failure_in_its_own_words_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:
+    error = refused(tmp_path, hidden_act="no_such_function")
+    assert error.reason == "failed"
+    assert "no_such_function" in str(error)
+    assert "Traceback" in (tmp_path / "log").read_text("utf-8")
+
+
+# --- what libraries do -----------------------------------------------------------------------------------
+
+
+def test_what_libraries_print_goes_to_the_log_and_not_into_the_protocol(
+    tmp_path: Path, library: Library
+) -> None:
+    library(
+        "import atexit, os\n"
+        "print('printed before anything', flush=True)\n"
+        "os.write(1, b'\\xff\\xfe not text\\n{\"event\": 3}\\n[]\\n')\n"
+        "atexit.register(lambda: os.write(1, b'written at the very end\\n'))\n"
+    )
+    assert make(tmp_path).parameters > 0
+    log = (tmp_path / "log").read_text("utf-8")
+    assert "written at the very end" in log
+    assert "printed before anything" in log
+
+
+def test_no_worker_and_no_temporary_folder_is_left(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("import os; os._exit(3)")
+    places = tmp_path / "places"
+    places.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(places))
+    refused(tmp_path)
+    assert list(places.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_is_told_as_a_failed_stage(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    with pytest.raises(StageError, match=rf"could not be started.*{tmp_path / 'log'}"):
+        make(tmp_path)
+    assert children() == []
+
+
+# --- a variant that takes turns --------------------------------------------------------------------------
+
+
+def turn_for(tmp_path: Path) -> WorkerTurn:
+    checkpoint = RunnableCheckpoint(
+        folder=str(write_llama(tmp_path / "tiny")),
+        quantizer=Native(dtype="fp16"),
+        engine=Transformers(),
+        device="cpu",
+    )
+    request = SpeedRequest(checkpoint=checkpoint, prompt_tokens=8, new_tokens=3)
+    return WorkerTurn(request, log=tmp_path / "log", progress=lambda _: None)
+
+
+def test_a_worker_takes_turns_ignores_ctrl_c_and_when_killed_gives_failed_turns(tmp_path: Path) -> None:
+    with turn_for(tmp_path) as turn:
+        (worker,) = children()
+        assert turn.run(batch_size=1, seed=1).outcome == "measured"
+        worker.send_signal(signal.SIGINT)
+        assert turn.run(batch_size=2, seed=2).outcome == "measured"
+        worker.kill()
+        for size in (1, 2, 4):
+            lost = turn.run(batch_size=size, seed=3)
+            assert lost == TurnResult(outcome="out_of_memory", because=lost.because)
+            assert "killed" in lost.because
+    assert children() == []
+
+
+def test_a_variant_that_cannot_be_loaded_leaves_no_worker(tmp_path: Path) -> None:
+    checkpoint = RunnableCheckpoint(
+        folder=str(tmp_path), quantizer=Native(dtype="fp16"), engine=Transformers(), device="cpu"
+    )
+    request = SpeedRequest(checkpoint=checkpoint, prompt_tokens=8, new_tokens=3)
+    with pytest.raises(WorkerError):
+        WorkerTurn(request, log=tmp_path / "log", progress=lambda _: None)
+    assert children() == []
+
+
+def test_an_interruption_while_a_worker_works_ends_the_worker(tmp_path: Path, library: Library) -> None:
+    library("import time; time.sleep(60)")
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert children() == []
+
+
+# --- a parent that is killed -----------------------------------------------------------------------------
+
+PARENT = """
+import sys
+from pathlib import Path
+from pipeline.stages import RandomSource, RandomSourceRequest
+from pipeline.processes import run_stage
+config = {config!r}
+request = RandomSourceRequest(config=config, seed=0, out=sys.argv[1])
+print("ready", flush=True)
+run_stage("source", request, RandomSource, log=Path(sys.argv[1], "log"), progress=lambda _: None)
+"""
+
+
+@pytest.mark.parametrize("seconds_after_start", [0.0, 2.5])
+def test_a_killed_parent_leaves_no_worker_however_young_the_worker_is(
+    tmp_path: Path, library: Library, seconds_after_start: float
+) -> None:
+    """At first the worker is still starting, and can't have asked to die with its parent."""
+    pid_file = tmp_path / "pid"
+    library(
+        "import os, sys, time\n"
+        "if 'pipeline.worker' in sys.orig_argv:\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(1.0)\n"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    large = {**CONFIG, "num_hidden_layers": 20_000}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(config=large), str(out)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as parent:
+        assert wait_until(lambda: pid_file.is_file() and bool(pid_file.read_text()))
+        worker = psutil.Process(int(pid_file.read_text()))
+        time.sleep(seconds_after_start)
+        assert worker.is_running()
+        os.kill(parent.pid, signal.SIGKILL)
+    assert wait_until(lambda: not worker.is_running(), seconds=5)
+    assert not list(out.glob("*.safetensors"))
+
+
+def test_a_worker_uses_its_own_process_group(tmp_path: Path, library: Library) -> None:
+    """So that Ctrl-C on the terminal reaches the parent alone, which decides what it stops."""
+    library("import time; time.sleep(60)")
+    request = RandomSourceRequest(config=CONFIG, seed=0, out=str(tmp_path))
+    with Worker("source", request, log=tmp_path / "log"):
+        (worker,) = children()
+        assert os.getpgid(worker.pid) == worker.pid != os.getpgid(0)
+    assert children() == []
