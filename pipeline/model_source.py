@@ -73,7 +73,13 @@ def trained_folder(loaded: LoadedRecipe) -> Path:
         return loaded.resolve(model.id)
     from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(_HUB_FILES)))
+    try:
+        folder = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:
+        raise PrerequisiteError(
+            f"{model.id} could not be downloaded: {type(error).__name__}: {error}; "
+            "the same command goes on where the download stopped"
+        ) from error
     check_source(folder)
     return folder
 

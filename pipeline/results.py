@@ -210,15 +210,23 @@ class MachineState(Value):
     gpu_throttled_by: tuple[str, ...] = ()
 
 
+class StageFailure(Value):
+    """A stage that gave no result for a variant."""
+
+    stage: Literal["quantize", "speed", "capacity", "quality"]
+    reason: Literal["failed", "interrupted", "out_of_memory", "skipped"]
+    message: str
+
+
 class SpeedStageResult(Value):
-    """The speed stage over the whole set of variants; `failures` maps a variant to why it has no result."""
+    """The speed stage over the whole set of variants; `failures` tells which variants have no result."""
 
     device: DeviceSpeed
     machine_before: MachineState
     machine_after: MachineState
     alternated: bool
     variants: dict[str, SpeedResult]
-    failures: dict[str, str] = Field(default_factory=dict)
+    failures: dict[str, StageFailure] = Field(default_factory=dict)
 
 
 # --- capacity -------------------------------------------------------------------------------------------
@@ -327,14 +335,6 @@ class Finding(Value):
     unit: str
     interval: tuple[float, float] | None = None
     because: str
-
-
-class StageFailure(Value):
-    """A stage that gave no result for a variant."""
-
-    stage: Literal["quantize", "speed", "capacity", "quality"]
-    reason: Literal["failed", "interrupted", "out_of_memory", "skipped"]
-    message: str
 
 
 class CostResult(Value):

@@ -128,7 +128,10 @@ def step_names(recipe: ExpandedRecipe) -> tuple[str, ...]:
 def run_stages(state: RunState) -> None:
     """Run every stage that the recipe asks for. An interruption is recorded in `state`, not raised."""
     try:
-        source_folder, source = _source(state)
+        found = _source(state)
+        if found is None:
+            return
+        source_folder, source = found
         for variant in state.recipe.ordered():
             _quantize(state, variant, source_folder=source_folder, source=source)
         _speed(state)
@@ -157,15 +160,23 @@ def _run_folder(store: Store, loaded: LoadedRecipe) -> Path:
 # --- stages ----------------------------------------------------------------------------------------------
 
 
-def _source(state: RunState) -> tuple[Path, SourceRecord]:
+def _source(state: RunState) -> tuple[Path, SourceRecord] | None:
+    """The folder of the weights; None when it could not be made, which fails every variant."""
     with state.progress.step("source") as step:
-        if state.loaded.recipe.model.weights == "random":
-            folder = _random_source(state, step)
-        else:
-            step.begins()
-            step.tell("finding and hashing the weights")
-            folder = trained_folder(state.loaded)
-        return folder, source_record(state.loaded, folder, store=state.store)
+        try:
+            if state.loaded.recipe.model.weights == "random":
+                folder = _random_source(state, step)
+            else:
+                step.begins()
+                step.tell("finding and hashing the weights")
+                folder = trained_folder(state.loaded)
+            return folder, source_record(state.loaded, folder, store=state.store)
+        except StageError as error:
+            step.failed(str(error))
+            reason = error.reason if isinstance(error, WorkerError) else "failed"
+            for variant in state.recipe.variants:
+                state.fail(variant.name, failure("quantize", reason, f"no source to quantize: {error}"))
+            return None
 
 
 def _random_source(state: RunState, step: Step) -> Path:
@@ -249,8 +260,8 @@ def _speed(state: RunState) -> None:
             state.reused.append("speed")
         else:
             _measure_speed(state, members, step=step, key=key)
-    for name, message in (state.speed.failures if state.speed else {}).items():
-        state.fail(name, StageFailure(stage="speed", reason="failed", message=message))
+    for name, told in (state.speed.failures if state.speed else {}).items():
+        state.fail(name, told)
 
 
 def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, key: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in_turn
 from pipeline.hardware import Device, available_memory_bytes, machine_state
@@ -24,6 +25,7 @@ from pipeline.results import (
     SpeedResult,
     SpeedRow,
     SpeedStageResult,
+    StageFailure,
 )
 from pipeline.stages import DeviceSpeedRequest, RunnableCheckpoint, SpeedOpened, SpeedRequest
 
@@ -119,7 +121,7 @@ class _SpeedStage:
         self._log = log
         self._progress = progress
         self.results: dict[str, SpeedResult] = {}
-        self.failures: dict[str, str] = {}
+        self.failures: dict[str, StageFailure] = {}
 
     def together(self) -> None:
         """All loaded at once, timed in alternation; the baseline's first batch size once more at the end."""
@@ -180,7 +182,7 @@ class _SpeedStage:
         try:
             turn = WorkerTurn(request, log=self._log, progress=self._progress)
         except WorkerError as error:
-            self.failures[name] = str(error)
+            self.failures[name] = StageFailure(stage="speed", reason=error.reason, message=str(error))
             return None
         return stack.enter_context(turn)
 
@@ -189,7 +191,10 @@ class _SpeedStage:
     ) -> None:
         rows = tuple(self._row(name, opened, timing) for timing in timings)
         if not any(timing.traces for timing in timings):
-            self.failures[name] = rows[0].because
+            reason: Literal["out_of_memory", "failed"] = (
+                "out_of_memory" if rows[0].outcome == "out_of_memory" else "failed"
+            )
+            self.failures[name] = StageFailure(stage="speed", reason=reason, message=rows[0].because)
             return
         self.results[name] = SpeedResult(
             engine=self._checkpoints[name].engine.kind,

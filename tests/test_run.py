@@ -186,6 +186,7 @@ def gone(process: psutil.Process) -> bool:
 # --- a run and its repetition ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_verdict_an_exit_code_and_a_complete_report(
     place: Workplace, finished: Ended
 ) -> None:
@@ -315,6 +316,7 @@ def test_a_stopped_run_reports_what_it_has_and_leaves_nothing_running(
 # --- variants that fail ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_random_weights_where_one_variant_fails_and_another_is_added(place: Workplace, run: Run) -> None:
     """GPT-2's blocks are no linear modules: quanto leaves them as they are, and INT8 isn't earned."""
     folder = write_gpt2(place.folder / "gpt2")
