@@ -10,7 +10,15 @@ from typing import Any
 
 from pipeline.gate import judge_all
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
-from pipeline.results import DeviceSpeed, Report, SpeedRow, TaskResult, VariantReport, VariantResults
+from pipeline.results import (
+    CapacityResult,
+    DeviceSpeed,
+    Report,
+    SpeedRow,
+    TaskResult,
+    VariantReport,
+    VariantResults,
+)
 from pipeline.text_table import markdown_table, text_table
 
 TOKEN_PERPLEXITY = "token_perplexity"
@@ -243,7 +251,7 @@ def _notes(variant: VariantReport) -> list[str]:
         notes.append(
             f"capacity: {variant.capacity.measured_sequences} sequences of {variant.capacity.context_tokens} tokens in "
             f"{variant.capacity.budget_bytes / 1e6:.0f} MB (predicted {variant.capacity.predicted_sequences}): "
-            f"{variant.capacity.because}"
+            f"{variant.capacity.because}{_reconciled(variant.capacity)}"
         )
     if variant.quality:
         notes.append(
@@ -252,6 +260,18 @@ def _notes(variant: VariantReport) -> list[str]:
         notes += variant.quality.notes
         notes += [f"{name}: {note}" for name, task in variant.quality.tasks.items() for note in task.notes]
     return [*notes, *(f"{failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures)]
+
+
+def _reconciled(capacity: CapacityResult) -> str:
+    """Why the measured number differs from the one predicted from weights and KV cache alone."""
+    taken = capacity.peak_bytes_per_sequence
+    if taken is None:
+        return ""
+    cache = capacity.kv_bytes_per_sequence
+    return (
+        f"; one more sequence took {taken / 1e6:.2f} MB at the peak, {cache / 1e6:.2f} MB of it KV cache, "
+        "the rest activations"
+    )
 
 
 def _speed_markdown(report: Report) -> str:

@@ -246,7 +246,8 @@ class CapacityResult(Value):
 
     Predicted from resident weights and KV cache alone; measured by really running prefill and decode with
     that many, activations included (on a CPU: resident weights + growth of the process over its idle state).
-    `limited_by` says what ended the search.
+    `limited_by` says what ended the search; `peak_bytes_per_sequence` is what one more sequence took, its KV
+    cache and its activations, between the smallest and the largest batch that ran.
     """
 
     context_tokens: int
@@ -257,6 +258,7 @@ class CapacityResult(Value):
     kv_bytes_per_sequence_predicted: int | None
     predicted_sequences: int | None
     measured_sequences: int | None
+    peak_bytes_per_sequence: float | None = None
     limited_by: Literal["memory", "ceiling", "failure"]
     because: str = ""
     probes: tuple[CapacityProbe, ...] = ()

@@ -218,7 +218,7 @@ def capacity_of(session: Session, *, request: CapacityRequest, progress: Progres
     if first.outcome == "measured":
         found = largest_that_fits(
             lambda count: prober(count, progress=progress).outcome == "measured",
-            start=min(predicted or 1, request.max_sequences),
+            start=_first_guess(prober, progress=progress) if request.max_sequences > 1 else 1,
             ceiling=request.max_sequences,
         )
     failed = next((probe for probe in prober.probes if probe.outcome == "failed"), None)
@@ -234,10 +234,29 @@ def capacity_of(session: Session, *, request: CapacityRequest, progress: Progres
         kv_bytes_per_sequence_predicted=request.kv_bytes_per_sequence_predicted,
         predicted_sequences=predicted,
         measured_sequences=found,
+        peak_bytes_per_sequence=_slope(prober.probes),
         limited_by="ceiling" if at_ceiling else "memory",
         because=_why_limited(prober.probes, at_ceiling=at_ceiling, ceiling=request.max_sequences),
         probes=tuple(prober.probes),
     )
+
+
+def _first_guess(prober: _Prober, *, progress: Progress) -> int:
+    """Where to start the search: what is left after two sequences, at what the second one added."""
+    one, two = prober(1, progress=progress), prober(2, progress=progress)
+    if two.outcome != "measured" or one.peak_bytes is None or two.peak_bytes is None:
+        return 1
+    added = max(two.peak_bytes - one.peak_bytes, prober.kv_bytes_per_sequence, 1)
+    return 2 + max(0, prober.budget_bytes - two.peak_bytes) // added
+
+
+def _slope(probes: list[CapacityProbe]) -> float | None:
+    """Bytes that one more sequence takes; None unless two batches ran."""
+    ran = sorted((p.sequences, p.peak_bytes) for p in probes if p.outcome == "measured" and p.peak_bytes)
+    if len(ran) < 2:
+        return None
+    (few, low), (many, high) = ran[0], ran[-1]
+    return (high - low) / (many - few)
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, start: int, ceiling: int) -> int:
@@ -274,6 +293,7 @@ class _Prober:
     def __init__(self, session: Session, *, request: CapacityRequest) -> None:
         self._session = session
         self._request = request
+        self.budget_bytes = request.budget_bytes
         self.probes: list[CapacityProbe] = []
         # One tiny batch brings every weight into memory and fills the libraries' own buffers, so that what
         # the process holds beside the weights afterwards is not counted as cache or activations.
