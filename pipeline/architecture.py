@@ -103,11 +103,6 @@ class ShapeFacts(Value):
         """Elements that decoding one token reads; a token costs two FLOPs for each."""
         return self.linear_weights_read_per_token + self.unquantized_weights_read_per_token
 
-    @property
-    def active_fraction(self) -> float:
-        """Share of the linear weights that one token reads: 1 for a dense model."""
-        return self.linear_weights_read_per_token / self.linear_weights if self.linears else 1.0
-
 
 def shape_facts(config: Mapping[str, Any], *, source: str = "config.json") -> ShapeFacts:
     """Measure the shapes of the model that a `config.json` describes, without allocating a weight.

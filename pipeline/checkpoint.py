@@ -13,11 +13,9 @@ an unfinished folder.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,13 @@ from pipeline.coverage import (
     Labels,
     ModelLayout,
     coverage,
-    linear_weight_names,
     model_layout,
     stored_sizes,
 )
 from pipeline.errors import CheckpointError, PrerequisiteError
+from pipeline.packages import installed_versions
 from pipeline.results import CheckpointManifest, FileRecord, SourceRecord
+from pipeline.store import file_sha256, write_atomically
 from pipeline.tensorfile import FLOATS, TensorInfo, read_json, tensors
 from pipeline.values import Value
 
@@ -46,7 +45,6 @@ __all__ = [
     "check_source",
     "coverage",
     "hash_files",
-    "linear_weight_names",
     "model_layout",
     "read_manifest",
     "tensors",
@@ -120,13 +118,20 @@ def main_dtype(found: Mapping[str, TensorInfo], *, folder: Path) -> str:
 
 
 def tokenizer_tokens(folder: Path) -> int | None:
-    """The highest token id that the folder's tokenizer can give, plus one; None without a tokenizer.json."""
-    if not (folder / "tokenizer.json").is_file():
+    """The highest token id that the folder's tokenizer can give, plus one; None without a tokenizer.json.
+
+    Raises CheckpointError when that file holds no vocabulary.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
         return None
-    content = read_json(folder / "tokenizer.json")
-    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    content = read_json(path)
+    model, added = content.get("model"), content.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
+        raise CheckpointError(f"{path}: holds no vocabulary (model.vocab). Fetch the file again.")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-    ids += [entry.get("id") for entry in content.get("added_tokens") or ()]
+    ids += [entry.get("id") for entry in added if isinstance(entry, dict)]
     if (folder / "added_tokens.json").is_file():
         ids += list(read_json(folder / "added_tokens.json").values())
     whole = [number for number in ids if type(number) is int]
@@ -136,7 +141,7 @@ def tokenizer_tokens(folder: Path) -> int | None:
 def hash_files(folder: Path) -> tuple[FileRecord, ...]:
     """Every file of the folder but the manifest and hidden ones, by name, with size and SHA-256."""
     return tuple(
-        FileRecord(name=path.name, size_bytes=path.stat().st_size, sha256=_sha256(path))
+        FileRecord(name=path.name, size_bytes=path.stat().st_size, sha256=file_sha256(path))
         for path in _plain_files(folder)
     )
 
@@ -173,7 +178,7 @@ def build_manifest(
         bits_per_block_weight=8 * sizes.blocks / covered.linear_weights if covered.linear_weights else 0.0,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
-        versions=_versions(),
+        versions=installed_versions(_PACKAGES),
         notes=notes,
     )
 
@@ -197,12 +202,7 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write `manifest.json` so that it is there whole or not at all; the last step of a checkpoint."""
     for name in (record.name for record in manifest.files):
         _flush(folder / name)
-    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / MANIFEST_NAME)
+    write_atomically(folder / MANIFEST_NAME, manifest.to_json())
     _flush(folder)
 
 
@@ -223,8 +223,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         ) from error
 
 
-def verify(folder: Path, manifest: CheckpointManifest) -> None:
-    """Raise CheckpointError naming the first file that isn't the one the manifest describes."""
+def verify(
+    folder: Path, manifest: CheckpointManifest, *, sha256_of: Callable[[Path], str] = file_sha256
+) -> None:
+    """Raise CheckpointError naming the first file that isn't the one the manifest describes.
+
+    `sha256_of` may remember digests (`Store.file_digest`), since a checkpoint is tens of gigabytes.
+    """
     for record in manifest.files:
         path = folder / record.name
         if not path.is_file():
@@ -234,7 +239,7 @@ def verify(folder: Path, manifest: CheckpointManifest) -> None:
             raise CheckpointError(
                 f"{path}: has {size_bytes:,} bytes, the manifest says {record.size_bytes:,}"
             )
-        if _sha256(path) != record.sha256:
+        if sha256_of(path) != record.sha256:
             raise CheckpointError(f"{path}: changed since the manifest was written (another SHA-256)")
     listed = {record.name for record in manifest.files}
     added = [path.name for path in _plain_files(folder) if path.name not in listed]
@@ -276,25 +281,10 @@ def _types(found: Mapping[str, TensorInfo]) -> str:
     return ", ".join(sorted({info.dtype for info in found.values()}))
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _plain_files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != MANIFEST_NAME and not path.name.startswith("."):
             yield path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -130,8 +130,7 @@ def _run(options: argparse.Namespace) -> int:
     from pipeline.commands import run_recipe
 
     outcome = run_recipe(options.recipe, stream=sys.stderr)
-    if outcome.table:
-        _tell(f"\n{outcome.table}\n")
+    _tell(f"\n{outcome.table}\n")
     _print(outcome.json_line)
     return outcome.exit_code
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.errors import Interrupted, PrerequisiteError, UsageError
+from pipeline.errors import Interrupted, PrerequisiteError, StageError, UsageError
 from pipeline.footprint import cached_shape_facts
 from pipeline.gate import exit_code, judge_all
 from pipeline.hardware import DATA_SHEET, Device, detect, fingerprint, named, with_measured
@@ -30,7 +30,7 @@ from pipeline.processes import run_stage
 from pipeline.provenance import collect
 from pipeline.recipe import AnyRule, LoadedRecipe, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
-from pipeline.results import DeviceSpeed, Report, VariantResults
+from pipeline.results import DeviceSpeed, Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
 from pipeline.runner import MEASURED_DEVICE, RunState, prepare, run_stages
 from pipeline.stages import DeviceSpeedRequest
@@ -39,7 +39,6 @@ from pipeline.tracking import TrackResult, track
 from pipeline.values import Value
 
 PLUGIN_PACKAGES = {"quantizer": "pipeline.quantizers", "engine": "pipeline.engines", "rule": "pipeline.rules"}
-
 
 _STOPPED = TrackResult(run_id=None, tracked=False, because="stopped while logging")
 
@@ -79,16 +78,27 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
             seconds=time.monotonic() - start,
             interrupted=state.interrupted,
         )
-        write_report(report, folder=state.folder, recipe_text=loaded.text)
-        state.progress.say(f"report: {state.folder / 'report.json'}")
+        written = _write_report(report, state)
     tracked = _track_quietly(report, state)
-    stopped = tracked is _STOPPED
+    seconds = time.monotonic() - start
+    code = exit_code(report.verdict) if written else StageError.exit_code
     return RunOutcome(
         report=report,
-        json_line=_json_line(report, state=state, tracked=tracked, seconds=time.monotonic() - start),
+        json_line=_json_line(report, state=state, written=written, tracked=tracked, seconds=seconds),
         table=comparison_table(report),
-        exit_code=Interrupted.exit_code if report.interrupted or stopped else exit_code(report.verdict),
+        exit_code=Interrupted.exit_code if report.interrupted or tracked is _STOPPED else code,
     )
+
+
+def _write_report(report: Report, state: RunState) -> bool:
+    """Whether the report is on disk; where it isn't, its table and JSON line still tell what was measured."""
+    try:
+        write_report(report, folder=state.folder, recipe_text=state.loaded.text)
+    except StageError as error:
+        state.progress.say(f"NO REPORT: {error}")
+        return False
+    state.progress.say(f"report: {state.folder / 'report.json'}")
+    return True
 
 
 def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
@@ -123,7 +133,9 @@ def track_report(report: Report, *, folder: Path) -> TrackResult:
     return track(report, run_folder=folder, tracking_uri=None, artifacts_folder=None, note=markdown(report))
 
 
-def _json_line(report: Report, *, state: RunState, tracked: TrackResult, seconds: float) -> str:
+def _json_line(
+    report: Report, *, state: RunState, written: bool, tracked: TrackResult, seconds: float
+) -> str:
     line: dict[str, Any] = {
         "recipe": report.recipe,
         "recipe_digest": report.recipe_digest,
@@ -131,7 +143,7 @@ def _json_line(report: Report, *, state: RunState, tracked: TrackResult, seconds
         "verdicts": {
             variant.name: variant.verdict for variant in report.variants if variant.name != report.baseline
         },
-        "report": str(state.folder / "report.json"),
+        "report": str(state.folder / "report.json") if written else None,
         "mlflow_run_id": tracked.run_id,
         "reused_stages": state.reused,
         "seconds": round(seconds, 1),
@@ -168,11 +180,11 @@ def _device(name: str) -> Device:
 
 def _no_architecture(loaded: LoadedRecipe) -> str:
     model = loaded.recipe.model
+    if model.is_local:
+        return f"{loaded.path}: model: there is no {loaded.resolve(model.id) / 'config.json'}"
     return (
         f"{loaded.path}: model: the architecture of {model.id} is not here; "
-        "name its config.json as model.config, or download it (`hf download {id} config.json`)".replace(
-            "{id}", model.id
-        )
+        f"name its config.json as model.config, or download it (`hf download {model.id} config.json`)"
     )
 
 
@@ -192,15 +204,27 @@ def load_report(path: Path) -> Report:
     """A stored report from its file or its run's folder. Raises UsageError naming what is wrong with it."""
     file = path / "report.json" if path.is_dir() else path
     try:
-        return Report.model_validate_json(file.read_bytes())
+        content = file.read_bytes()
+        report = Report.model_validate_json(content)
+        json.loads(content, parse_int=_countable)
+        return report
     except OSError as error:
         raise UsageError(
             f"{file}: can't be read ({error.strerror}); name a report.json or a run's folder"
         ) from None
+    except OverflowError as error:
+        raise UsageError(f"{file}: is not a report of this version: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{file}: is not a report of this version: {place}: {first['msg']}") from None
+
+
+def _countable(digits: str) -> int:
+    """An integer that a count of bytes or tokens can be; larger ones fit no arithmetic further on."""
+    if len(digits) > 19 or int(digits).bit_length() > 63:
+        raise OverflowError(f"{digits[:10]}… is too large a number")
+    return int(digits)
 
 
 def judge_again(path: Path, *, rules: Path | None) -> Report:
@@ -235,7 +259,7 @@ def _stored_rules(report: Report, path: Path) -> tuple[Any, ...]:
         ) from None
 
 
-def _results_of(variant: Any) -> VariantResults:
+def _results_of(variant: VariantReport) -> VariantResults:
     fields = {name: getattr(variant, name) for name in VariantResults.model_fields if name != "validity"}
     return VariantResults(**fields)
 

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from pipeline.results import (
+    Distribution,
     MemoryResult,
     QualityResult,
     Sample,
@@ -25,10 +26,8 @@ from pipeline.results import (
     TaskResult,
     VariantResults,
 )
+from pipeline.roofline import PLAUSIBLE_SHARE
 from pipeline.values import Value
-
-LARGEST_BANDWIDTH_SHARE = 1.05
-"""Weights can't be read faster than memory delivers; 5 % is the error of the bandwidth measurement."""
 
 SAME_FOR_QUALITY = (
     "engine",
@@ -70,13 +69,35 @@ def usable_row(variant: VariantResults, batch_size: int) -> SpeedRow:
     if row.outcome != "measured":
         reason = f": {row.because}" if row.because else ""
         raise UnmeasuredError(f"{where}: {row.outcome.replace('_', ' ')}{reason}")
-    if row.bandwidth_share is not None and row.bandwidth_share > LARGEST_BANDWIDTH_SHARE:
+    if row.bandwidth_share is not None and row.bandwidth_share > PLAUSIBLE_SHARE:
         raise UnmeasuredError(
             f"{where}: implausible, {row.bandwidth_share:.2f} times the measured memory bandwidth"
         )
-    if row.ttft_s is not None and min(row.ttft_s.median, *row.ttft_s.samples) <= 0:
-        raise UnmeasuredError(f"{where}: implausible, a time to first token of {row.ttft_s.median} s")
+    if sum(other.batch_size == batch_size for other in speed_of(variant).rows) > 1:
+        raise UnmeasuredError(f"{where}: two rows of that batch size")
+    for what, times in (("time to first token", row.ttft_s), ("time per token", row.tpot_s)):
+        if times is not None and not 0 < min(times.samples, default=0) <= times.median <= max(times.samples):
+            raise UnmeasuredError(f"{where}: implausible, a {what} of {times.median} s")
     return row
+
+
+def usable_rate(
+    row: SpeedRow, rate: float | None, *, times: Distribution | None, tokens: int, what: str
+) -> float:
+    """`rate` when the times it comes from say the same: `tokens` ÷ the fastest and the slowest sample."""
+    found = usable_number(rate, what)
+    if times is None:
+        raise UnmeasuredError(f"{what}: the times behind it were not measured")
+    slowest, fastest = tokens / max(times.samples), tokens / min(times.samples)
+    if not 0.99 * slowest <= found <= 1.01 * fastest:
+        raise UnmeasuredError(
+            f"{what} is {found:.4g}: implausible, its times say {slowest:.4g} to {fastest:.4g} tok/s"
+        )
+    if row.produced_tokens != row.batch_size * row.new_tokens:
+        raise UnmeasuredError(
+            f"{what}: {row.produced_tokens} tokens were produced, {row.batch_size * row.new_tokens} asked for"
+        )
+    return found
 
 
 def usable_number(value: float | None, what: str) -> float:
@@ -90,10 +111,9 @@ def usable_number(value: float | None, what: str) -> float:
 
 def memory_of(variant: VariantResults) -> MemoryResult:
     """The variant's memory result, or UnmeasuredError."""
-    memory = variant.memory or (variant.speed.memory if variant.speed else None)
-    if memory is None:
+    if variant.loaded_memory is None:
         raise UnmeasuredError(f"{variant.name}: memory was not measured")
-    return memory
+    return variant.loaded_memory
 
 
 # --- quality --------------------------------------------------------------------------------------------

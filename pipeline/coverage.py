@@ -115,11 +115,6 @@ def model_layout(folder: Path) -> ModelLayout:
     )
 
 
-def linear_weight_names(folder: Path) -> tuple[str, ...]:
-    """Names, as in the model's files, of the blocks' linear weights; embedding, head, norms, convs apart."""
-    return tuple(model_layout(folder).linear)
-
-
 def coverage(found: Mapping[str, TensorInfo], *, layout: ModelLayout, quantizer: Labels) -> Coverage:
     """Count what is quantized in a file whose tensors are `found`, as `quantizer` interprets them.
 

@@ -13,7 +13,6 @@ imports no torch, and turned into bytes.
 from __future__ import annotations
 
 import importlib.metadata
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from pipeline.architecture import LinearShape, ShapeFacts, shape_facts
-from pipeline.errors import RecipeError
+from pipeline.errors import RecipeError, StageError
+from pipeline.store import write_atomically
 from pipeline.values import Value, digest
 
 __all__ = [
@@ -132,11 +132,8 @@ def cached_shape_facts(
         return ShapeFacts.model_validate_json(entry.read_bytes())
     except (OSError, ValidationError):
         facts = shape_facts(config, source=source)
-    with suppress(OSError):
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_folder, suffix=".partial", delete=False) as partial:
-            partial.write(facts.to_json())
-        Path(partial.name).replace(entry)
+    with suppress(OSError, StageError):
+        write_atomically(entry, facts.to_json())
     return facts
 
 

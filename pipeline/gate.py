@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.results import Finding, MemoryResult, VariantReport, VariantResults, Verdict
+from pipeline.results import Finding, VariantReport, VariantResults, Verdict
 from pipeline.rules.base import Rule
 
 VERDICTS: tuple[Verdict, ...] = ("ship", "inconclusive", "no-ship", "error")
@@ -23,6 +23,8 @@ VERDICTS: tuple[Verdict, ...] = ("ship", "inconclusive", "no-ship", "error")
 EXIT_CODES: dict[Verdict, int] = {"ship": 0, "no-ship": 1, "inconclusive": 5, "error": 4}
 
 PRECISION_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
+
+BASELINE_PRECISIONS = ("fp16", "bf16")
 
 DEQUANTIZED_RATIO = 1.5
 """Resident ÷ on-disk bytes from which weights count as expanded at load."""
@@ -122,6 +124,10 @@ def _gaps(
         f"{baseline.name}: {failure.stage} {failure.reason.replace('_', ' ')}: {failure.message}"
         for failure in baseline.failures
     ]
+    if baseline.precision not in BASELINE_PRECISIONS:
+        gaps.append(
+            f"{baseline.name}: {baseline.precision} can't be the baseline, a 16-bit variant is needed"
+        )
     needed = {stage for rule in rules for stage in rule.needs}
     failed = {failure.stage for failure in baseline.failures}
     for stage in ("speed", "capacity", "quality"):
@@ -167,12 +173,26 @@ def label_order(variants: Sequence[VariantResults], *, baseline_name: str) -> di
     found: dict[str, tuple[Finding, ...]] = {}
     for variant in variants:
         larger = (_not_smaller(variant, other) for other in variants)
-        findings = [finding for finding in larger if finding is not None]
+        findings = [finding for finding in (_other_label(variant), *larger) if finding is not None]
         if baseline is not None and variant.name != baseline_name:
             findings += _impossible_savings(variant, baseline)
         if findings:
             found[variant.name] = tuple(findings)
     return found
+
+
+def _other_label(variant: VariantResults) -> Finding | None:
+    """A label that isn't the checkpoint's own."""
+    if variant.checkpoint is None or variant.checkpoint.precision == variant.precision:
+        return None
+    return Finding(
+        rule="label",
+        outcome="fail",
+        observed=None,
+        limit=None,
+        unit="",
+        because=f"{variant.name} is labelled {variant.precision}, its checkpoint {variant.checkpoint.precision}",
+    )
 
 
 def _not_smaller(variant: VariantResults, other: VariantResults) -> Finding | None:
@@ -251,14 +271,10 @@ def _disk_bytes(variant: VariantResults) -> int | None:
     """Bytes of the tensors on disk, where known and above zero."""
     if variant.checkpoint is not None:
         return variant.checkpoint.weight_bytes_on_disk or None
-    memory = _memory(variant)
+    memory = variant.loaded_memory
     return (memory.weight_bytes_on_disk or None) if memory is not None else None
 
 
 def _resident_bytes(variant: VariantResults) -> int | None:
-    memory = _memory(variant)
+    memory = variant.loaded_memory
     return (memory.weight_bytes_resident or None) if memory is not None else None
-
-
-def _memory(variant: VariantResults) -> MemoryResult | None:
-    return variant.memory or (variant.speed.memory if variant.speed is not None else None)

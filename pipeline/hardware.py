@@ -201,8 +201,8 @@ def _cpu_name() -> str:
 def _threads() -> int:
     """Threads that computing uses: the CPUs this process may run on, or fewer when OMP_NUM_THREADS says so."""
     allowed = _allowed_cpus()
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    return min(allowed, int(named)) if named.isdigit() and int(named) > 0 else allowed
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(allowed, int(wanted)) if wanted.isdigit() and int(wanted) > 0 else allowed
 
 
 def _allowed_cpus() -> int:
@@ -321,7 +321,7 @@ def _read_bandwidth() -> float:
     buffer_bytes = READ_CACHES * (last_level_cache_bytes() or 32 * 2**20)
     buffer_bytes = min(buffer_bytes, MOST_READ_BYTES, available_memory_bytes() // 4)
     values = torch.ones(buffer_bytes // 4, dtype=torch.float32)
-    first, second = values.chunk(2)[0], values.chunk(2)[1]
+    first, second = values.chunk(2)
     reads = (values.sum, lambda: torch.dot(first, second[: first.numel()]))
     best_s = min(_best_s(read, seconds=BANDWIDTH_SECONDS / 2) for read in reads)
     return values.nbytes / best_s

@@ -84,4 +84,4 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for name in ("quant_state", "SCB", "CB"):
         state = getattr(tensor, name, None)
         if state is not None:
-            yield from _tensors_in(state, depth=3)
+            yield from _tensors_in(state, depth=4)  # double quantization nests a second state in the first

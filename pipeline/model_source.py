@@ -20,6 +20,7 @@ from pipeline.errors import PipelineError, PrerequisiteError, RecipeError
 from pipeline.recipe import LoadedRecipe
 from pipeline.results import FileRecord, Problem, SourceRecord
 from pipeline.store import Store
+from pipeline.weights import SIDE_SUFFIXES
 
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
@@ -52,6 +53,8 @@ def source_problems(loaded: LoadedRecipe) -> tuple[Problem, ...]:
     if not model.is_local:
         return _hub_problems(model.id, model.revision)
     folder = loaded.resolve(model.id)
+    if folder.exists() and not folder.is_dir():
+        return (Problem(what=f"the model {folder} is not a folder", fix="name the folder it lies in"),)
     if not folder.is_dir():
         hint = (
             "run `make assets`"
@@ -64,6 +67,11 @@ def source_problems(loaded: LoadedRecipe) -> tuple[Problem, ...]:
     except PipelineError as error:
         return (Problem(what=str(error), fix="use the original 16-bit safetensors checkpoint"),)
     return ()
+
+
+def hub_is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE tells the hub's client not to try, in any of the spellings that it takes."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def trained_folder(loaded: LoadedRecipe) -> Path:
@@ -90,7 +98,7 @@ def source_record(loaded: LoadedRecipe, folder: Path, *, store: Store) -> Source
     names = sorted(
         path
         for path in folder.iterdir()
-        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model")
+        if path.is_file() and path.suffix in (".safetensors", *SIDE_SUFFIXES)
     )
     files = tuple(
         FileRecord(name=path.name, size_bytes=path.stat().st_size, sha256=store.file_digest(path))
@@ -104,7 +112,7 @@ def source_record(loaded: LoadedRecipe, folder: Path, *, store: Store) -> Source
 def _hub_problems(model_id: str, revision: str | None) -> tuple[Problem, ...]:
     if _cached_file(model_id, revision, "config.json") and _weights_cached(model_id, revision):
         return ()
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if hub_is_offline():
         reason = "HF_HUB_OFFLINE is set"
     else:
         refusal = _hub_refusal(model_id, revision)

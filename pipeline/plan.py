@@ -19,14 +19,17 @@ from pipeline.roofline import (
     ops_per_byte,
     prefill_ceiling_tokens_per_s,
 )
-from pipeline.statistics import documents_to_decide
+from pipeline.rules.max_quality_drop import MaxQualityDrop
+from pipeline.statistics import detectable_drop, documents_to_decide
 from pipeline.text_table import text_table
 from pipeline.values import Value
 
-RESERVE = 0.9
+USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory that a run may use when the recipe names no budget."""
 
-_ARITHMETIC = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+ASSUMED_FLIP_RATE = 0.05
+"""Share of answers that quantizing is taken to flip before anything is measured."""
 
 
 class HardwarePlan(Value):
@@ -109,7 +112,7 @@ def make_plan(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, f
 def budget_bytes(recipe: ExpandedRecipe, *, device: Device) -> int:
     """Memory a variant may use: the recipe's budget, else 0.9 × the device's memory."""
     named = recipe.capacity.memory_budget_bytes if recipe.capacity else None
-    return named or int(RESERVE * device.memory_bytes)
+    return named or int(USABLE_MEMORY_SHARE * device.memory_bytes)
 
 
 def kv_element_bytes(variant: VariantSpec) -> int:
@@ -138,17 +141,7 @@ def _variant_plan(
     decode = None
     if device.bandwidth_bytes_per_s:
         decode = decode_ceiling_tokens_per_s(device.bandwidth_bytes_per_s, read_bytes_per_step=reading)
-    price = recipe.cost.dollars_per_hour if recipe.cost else None
-    best = None
-    if decode and price and device.bandwidth_bytes_per_s and held:
-        batch_reading = weights.read_per_token + held * (at_context or 0)
-        best = decode_ceiling_tokens_per_s(
-            device.bandwidth_bytes_per_s,
-            read_bytes_per_step=batch_reading,
-            batch_size=held,
-            peak_flops_per_s=flops,
-            weights_read_per_token=facts.weights_read_per_token,
-        )
+    full_batch_bytes = weights.read_per_token + (held or 0) * (at_context or 0)
     assert variant.engine is not None
     return VariantPlan(
         name=variant.name,
@@ -171,10 +164,31 @@ def _variant_plan(
         if flops
         else None,
         break_even_batch=_break_even(device, flops, bits=weights.bits_per_weight),
-        dollars_per_million_output_tokens=dollars_per_million_tokens(best, dollars_per_hour=price)
-        if best and price
-        else None,
+        dollars_per_million_output_tokens=_price(
+            recipe, device=device, facts=facts, batch_size=held, read_bytes_per_step=full_batch_bytes
+        ),
     )
+
+
+def _price(
+    recipe: ExpandedRecipe,
+    *,
+    device: Device,
+    facts: ShapeFacts,
+    batch_size: int | None,
+    read_bytes_per_step: int,
+) -> float | None:
+    """Dollars per million output tokens when the largest batch that fits decodes at its ceiling."""
+    if recipe.cost is None or not device.bandwidth_bytes_per_s or not batch_size:
+        return None
+    best = decode_ceiling_tokens_per_s(
+        device.bandwidth_bytes_per_s,
+        read_bytes_per_step=read_bytes_per_step,
+        batch_size=batch_size,
+        peak_flops_per_s=_flops(device),
+        weights_read_per_token=facts.weights_read_per_token,
+    )
+    return dollars_per_million_tokens(best, dollars_per_hour=recipe.cost.dollars_per_hour)
 
 
 def _break_even(device: Device, flops: float | None, *, bits: float) -> float | None:
@@ -255,31 +269,37 @@ def _context_notes(facts: ShapeFacts, context: int) -> tuple[str, ...]:
     return (f"the context of {context} tokens is longer than the model's limit of {facts.context_tokens}",)
 
 
-def quality_notes(recipe: ExpandedRecipe, *, flip_rate: float = 0.05) -> tuple[str, ...]:
+def quality_notes(recipe: ExpandedRecipe) -> tuple[str, ...]:
     """What the gate's accuracy margins can decide with the recipe's number of documents.
 
-    Assumes that 5 % of the answers flip and that there is no true drop.
+    Assumes that 5 % of the answers flip and that there is no true drop; one line for each margin and number.
     """
     if recipe.quality is None:
         return ()
     notes = []
     for rule in recipe.gate:
-        points = getattr(rule, "points", None)
-        if points is None:
-            continue
-        confidence = getattr(rule, "confidence", 0.95)
-        needed = documents_to_decide(points / 100, flip_rate=flip_rate, confidence=confidence)
-        limit = recipe.quality.limit
-        start = f"{rule.kind} {points:g} points: about {needed} documents a task decide it (5 % flips, 80 % power)"
-        if limit is None:
-            notes.append(f"{start}; all documents of each task are used")
-        elif needed is None or limit < needed:
-            notes.append(
-                f"{start}; quality.limit is {limit}: likely inconclusive, raise the limit or the margin"
-            )
-        else:
-            notes.append(f"{start}; quality.limit is {limit}: enough")
+        if isinstance(rule, MaxQualityDrop):
+            numbers: dict[int | None, list[str]] = {}
+            for task in rule.tasks or recipe.quality.tasks:
+                limit = recipe.quality.limits.get(task, recipe.quality.limit)
+                numbers.setdefault(limit, []).append(task)
+            notes += [_margin_note(rule, limit, tasks) for limit, tasks in numbers.items()]
     return tuple(notes)
+
+
+def _margin_note(rule: MaxQualityDrop, limit: int | None, tasks: list[str]) -> str:
+    needed = documents_to_decide(rule.points / 100, flip_rate=ASSUMED_FLIP_RATE, confidence=rule.confidence)
+    start = (
+        f"{rule.kind} {rule.points:g} points on {', '.join(tasks)}: about {needed} documents decide it "
+        f"({100 * ASSUMED_FLIP_RATE:g} % flips, 80 % power)"
+    )
+    if limit is None:
+        return f"{start}; all documents are used"
+    if needed is not None and limit >= needed:
+        return f"{start}; {limit} are used: enough"
+    margin = detectable_drop(limit, flip_rate=ASSUMED_FLIP_RATE, confidence=rule.confidence)
+    decides = f", they decide a margin of {100 * margin:.1f} points" if margin is not None else ""
+    return f"{start}; {limit} are used: likely inconclusive{decides}. Raise quality.limit or the margin"
 
 
 # --- for people ------------------------------------------------------------------------------------------

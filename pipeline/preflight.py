@@ -16,8 +16,8 @@ from typing import Literal, cast
 from pipeline.engines.transformers import stored_dtype
 from pipeline.footprint import ShapeFacts, cached_shape_facts, kv_bytes, weight_bytes
 from pipeline.hardware import Device, named
-from pipeline.model_source import read_config, source_problems
-from pipeline.plan import budget_bytes, kv_element_bytes
+from pipeline.model_source import hub_is_offline, read_config, source_problems
+from pipeline.plan import USABLE_MEMORY_SHARE, budget_bytes, kv_element_bytes
 from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, VariantSpec
 from pipeline.results import Problem
 from pipeline.store import Store
@@ -49,7 +49,8 @@ class Preflight:
 
     def capacity_budget(self, spec: CapacitySpec) -> tuple[int, str]:
         """Bytes a variant may use, and who said so."""
-        source = "recipe" if spec.memory_budget_bytes else f"0.9 × memory of {self.device.name}"
+        usable = f"{USABLE_MEMORY_SHARE:g} × memory of {self.device.name}"
+        source = "recipe" if spec.memory_budget_bytes else usable
         return budget_bytes(self.recipe, device=self.device), source
 
     def kv_bytes(self, context_tokens: int, *, variant: VariantSpec) -> int | None:
@@ -172,7 +173,6 @@ def _size_problems(
 
 
 def _quality_problems(loaded: LoadedRecipe, request: QualityRequest) -> tuple[Problem, ...]:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     model = loaded.recipe.model
     tokenizer = loaded.resolve(model.id) if model.is_local else None
-    return check_tasks(request, offline=offline, tokenizer_folder=tokenizer)
+    return check_tasks(request, offline=hub_is_offline(), tokenizer_folder=tokenizer)

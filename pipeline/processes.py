@@ -15,17 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pipeline.alternation import TurnResult
 from pipeline.errors import StageError
-from pipeline.stages import SpeedOpened, SpeedRequest
-from pipeline.values import Value
+from pipeline.stages import Progress, SpeedOpened, SpeedRequest
+from pipeline.values import AnyValue, Value
 
-AnyValue = TypeVar("AnyValue", bound=Value)
-Progress = Callable[[str], None]
 _Reason = Literal["failed", "out_of_memory"]
 
 

@@ -1,6 +1,6 @@
 """What is running and how long is left: one moving line on a terminal, plain lines elsewhere.
 
-progress = Progress(sys.stderr, steps=("quantize:fp16", "speed"), durations_s={"speed": 60.0})
+progress = Progress(sys.stderr, steps=("quantize fp16", "speed"), durations_s={"speed": 60.0})
 with progress.step("speed") as step:
     step.tell("int8: batch 1, repeat 2")
 """

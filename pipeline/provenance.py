@@ -14,11 +14,11 @@ import platform
 import re
 import shutil
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pipeline.hardware import detect, fingerprint, machine_state
+from pipeline.packages import installed_version
 from pipeline.values import digest
 
 PACKAGES = (
@@ -97,25 +97,23 @@ def collect(*, repository: Path) -> dict[str, Any]:
     device = detect()
     facts = {
         "git": _git(repository),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "operating_system": platform.platform(),
         "device": device.model_dump(mode="json"),
         "device_fingerprint": fingerprint(device),
         "gpu_driver": _gpu_driver() if device.kind == "cuda" else None,
         "machine_state": machine_state(device).model_dump(mode="json"),
-        "host_digest": digest(platform.node())[:16],
+        "host_digest": host_digest(),
         "environment": {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
     }
     redacted: dict[str, Any] = redact_data(facts)
     return redacted
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def host_digest() -> str:
+    """Stands for this machine: its name is nobody else's business."""
+    return digest(platform.node())[:16]
 
 
 def _git(repository: Path) -> dict[str, Any] | None:

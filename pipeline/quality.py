@@ -43,7 +43,6 @@ from pipeline.tasks import (
     inputs_digest,
     leaves,
     rendered,
-    task_files,
     text_digest,
 )
 from pipeline.tokenizer_facts import (
@@ -56,7 +55,7 @@ from pipeline.tokenizer_facts import (
 )
 from pipeline.values import digest
 
-__all__ = ["QualityRequest", "check", "evaluate", "inputs_digest", "task_files"]
+__all__ = ["QualityRequest", "check", "evaluate", "inputs_digest"]
 
 _BOOTSTRAP_ROUNDS = 1000
 _SAMPLING_SETTINGS = {"do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p"}

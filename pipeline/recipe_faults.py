@@ -176,6 +176,7 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_limit_faults(data),
         *_random_weight_faults(data),
         *_length_faults(data),
+        *_repetition_faults(data),
     ]
     return [Fault(path, document.line(path), message) for path, message in found]
 
@@ -326,6 +327,16 @@ def _length_faults(data: dict[str, Any]) -> Found:
     if isinstance(context, int) and isinstance(new, int) and not isinstance(context, bool) and context <= new:
         message = f"{_shown(context)} tokens hold no prompt beside workload.new_tokens: {_shown(new)}; make it larger"
         yield ("capacity", "context_tokens"), message
+
+
+def _repetition_faults(data: dict[str, Any]) -> Found:
+    for section, field in (("speed", "batch_sizes"), ("quality", "tasks")):
+        block = data.get(section)
+        items = block.get(field) if isinstance(block, dict) else None
+        listed = items if isinstance(items, list) else []
+        for index, item in enumerate(listed):
+            if item in listed[:index]:
+                yield (section, field, index), f"{_shown(item)} stands twice"
 
 
 def _dicts(items: Any) -> list[tuple[int, dict[str, Any]]]:

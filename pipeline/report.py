@@ -6,6 +6,7 @@ print(comparison_table(report))
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pipeline.gate import judge_all
@@ -316,6 +317,4 @@ def _speed_markdown(report: Report) -> str:
 
 
 def _provenance(report: Report) -> str:
-    import json
-
     return "```json\n" + json.dumps(report.provenance, indent=2, ensure_ascii=False) + "\n```"

@@ -364,6 +364,11 @@ class VariantResults(Value):
     failures: tuple[StageFailure, ...] = ()
     validity: tuple[str, ...] = ()
 
+    @property
+    def loaded_memory(self) -> MemoryResult | None:
+        """`memory`, or what the speed stage told of it."""
+        return self.memory or (self.speed.memory if self.speed else None)
+
 
 class VariantReport(VariantResults):
     """A variant's results with its verdict. The baseline is judged for validity only (no findings)."""

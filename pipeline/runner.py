@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
-from pipeline.checkpoint import read_manifest
+from pipeline.checkpoint import read_manifest, verify
 from pipeline.errors import PipelineError, PrerequisiteError, StageError
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.model_source import read_config, source_record, trained_folder
@@ -43,12 +43,10 @@ from pipeline.stages import (
 )
 from pipeline.store import Store
 from pipeline.tasks import inputs_digest
-from pipeline.values import Value
-
-AnyValue = TypeVar("AnyValue", bound=Value)
+from pipeline.values import AnyValue, Value
 
 MEASURED_DEVICE = "measured-device"
-"""Where the store keeps a machine's last measured limits, for `plan` and `doctor` only."""
+"""Where the store keeps a machine's last measured limits, which only `plan` reads."""
 
 
 @dataclass
@@ -93,8 +91,10 @@ class RunState:
 
 
 def prepare(loaded: LoadedRecipe, *, store: Store, progress_stream: TextIO) -> RunState:
-    """Everything that must hold before any work. Raises PrerequisiteError listing all that is missing."""
-    store.prepare()
+    """Everything that must hold before any work; `store` is prepared and held.
+
+    Raises PrerequisiteError listing all that is missing.
+    """
     device = detect()
     recipe = loaded.recipe.expand(device=device.kind)
     ready = preflight(loaded, recipe=recipe, device=device, store=store)
@@ -220,15 +220,13 @@ def _quantize(state: RunState, variant: VariantSpec, *, source_folder: Path, sou
 
 
 def _intact(folder: Path, *, store: Store) -> CheckpointManifest | None:
-    """The manifest of a finished checkpoint whose files still have the hashes it names."""
-    if not (folder / "manifest.json").is_file():
-        return None
+    """The manifest of a finished checkpoint whose files are still those it names."""
     try:
         manifest = read_manifest(folder)
-        same = all(store.file_digest(folder / file.name) == file.sha256 for file in manifest.files)
+        verify(folder, manifest, sha256_of=store.file_digest)
     except (PipelineError, OSError):
         return None
-    return manifest if same else None
+    return manifest
 
 
 def _speed(state: RunState) -> None:

@@ -7,8 +7,9 @@ The device's read bandwidth and FLOP/s are measured in the same stage, before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -27,12 +28,14 @@ from pipeline.results import (
     SpeedStageResult,
     StageFailure,
 )
-from pipeline.stages import DeviceSpeedRequest, RunnableCheckpoint, SpeedOpened, SpeedRequest
-
-Progress = Callable[[str], None]
+from pipeline.stages import DeviceSpeedRequest, Progress, RunnableCheckpoint, SpeedOpened, SpeedRequest
 
 _PROCESS_BYTES = 900_000_000
 """What a worker needs beside its weights: interpreter, torch, activations of small batches."""
+_LOADED_PER_STORED = 2
+"""Bytes in memory for each on disk: a wider compute type, or copies while loading."""
+_USABLE_SHARE = 0.8
+"""Of the free memory; the rest is for KV caches and whatever else runs on the machine."""
 
 
 def measure_speed(
@@ -66,10 +69,12 @@ def measure_speed(
         log=log,
         progress=progress,
     )
-    needed = sum(manifest.weight_bytes_on_disk * 2 + _PROCESS_BYTES for manifest in manifests.values())
+    needed = sum(
+        manifest.weight_bytes_on_disk * _LOADED_PER_STORED + _PROCESS_BYTES for manifest in manifests.values()
+    )
     # A GPU is asked for by its size: its free memory could only be read by opening it in this process.
     free = device.memory_bytes if device.kind == "cuda" else available_memory_bytes()
-    together = needed < 0.8 * free
+    together = needed < _USABLE_SHARE * free
     if together:
         stage.together()
     else:
@@ -97,43 +102,33 @@ def _dtypes(device: Device) -> tuple[str, ...]:
     return ("float32", "bfloat16", "float16") if device.kind == "cpu" else ("bfloat16", "float16")
 
 
+@dataclass
 class _SpeedStage:
-    def __init__(
-        self,
-        *,
-        checkpoints: Mapping[str, RunnableCheckpoint],
-        manifests: Mapping[str, CheckpointManifest],
-        baseline: str,
-        spec: SpeedSpec,
-        workload: Workload,
-        device: Device,
-        limits: DeviceSpeed,
-        log: Path,
-        progress: Progress,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._manifests = manifests
-        self._baseline = baseline
-        self._spec = spec
-        self._workload = workload
-        self._device = device
-        self._limits = limits
-        self._log = log
-        self._progress = progress
-        self.results: dict[str, SpeedResult] = {}
-        self.failures: dict[str, StageFailure] = {}
+    """What is timed, how, and what came of it so far."""
+
+    checkpoints: Mapping[str, RunnableCheckpoint]
+    manifests: Mapping[str, CheckpointManifest]
+    baseline: str
+    spec: SpeedSpec
+    workload: Workload
+    device: Device
+    limits: DeviceSpeed
+    log: Path
+    progress: Progress
+    results: dict[str, SpeedResult] = field(default_factory=dict)
+    failures: dict[str, StageFailure] = field(default_factory=dict)
 
     def together(self) -> None:
         """All loaded at once, timed in alternation; the baseline's first batch size once more at the end."""
         with ExitStack() as stack:
-            turns = {name: turn for name in self._checkpoints if (turn := self._open(name, stack))}
-            timings = time_in_turn(turns, plan=self._plan(), progress=self._progress)
+            turns = {name: turn for name in self.checkpoints if (turn := self._open(name, stack))}
+            timings = time_in_turn(turns, plan=self._plan(), progress=self.progress)
             again = {}
-            if self._baseline in turns:
+            if self.baseline in turns:
                 again = time_in_turn(
-                    {self._baseline: turns[self._baseline]},
+                    {self.baseline: turns[self.baseline]},
                     plan=self._plan(again=True),
-                    progress=self._progress,
+                    progress=self.progress,
                 )
             for name, turn in turns.items():
                 self._keep(name, turn.opened, timings[name], again=again.get(name))
@@ -141,28 +136,28 @@ class _SpeedStage:
     def one_by_one(self) -> None:
         """Each alone, because they don't fit together; the baseline again at the end shows the drift."""
         first: dict[str, ShapeTiming] = {}
-        for name in self._checkpoints:
+        for name in self.checkpoints:
             with ExitStack() as stack:
                 turn = self._open(name, stack)
                 if turn:
-                    timings = time_in_turn({name: turn}, plan=self._plan(), progress=self._progress)
+                    timings = time_in_turn({name: turn}, plan=self._plan(), progress=self.progress)
                     self._keep(name, turn.opened, timings[name], again=None)
                     first[name] = timings[name][0]
-        if self._baseline in self.results:
-            self._repeat_baseline(first[self._baseline])
+        if self.baseline in self.results:
+            self._repeat_baseline(first[self.baseline])
 
     def _repeat_baseline(self, first: ShapeTiming) -> None:
-        name = self._baseline
+        name = self.baseline
         with ExitStack() as stack:
             turn = self._open(name, stack)
             if turn is None:
                 return
-            again = time_in_turn({name: turn}, plan=self._plan(again=True), progress=self._progress)
+            again = time_in_turn({name: turn}, plan=self._plan(again=True), progress=self.progress)
         drift = drift_percent(first, again[name][0])
         self.results[name] = self.results[name].model_copy(update={"drift_percent": drift})
 
     def _plan(self, *, again: bool = False) -> TimingPlan:
-        spec = self._spec
+        spec = self.spec
         return TimingPlan(
             batch_sizes=spec.batch_sizes[:1] if again else spec.batch_sizes,
             warmup=1 if again else spec.warmup,
@@ -173,14 +168,14 @@ class _SpeedStage:
         )
 
     def _open(self, name: str, stack: ExitStack) -> WorkerTurn | None:
-        self._progress(f"{name}: loading")
+        self.progress(f"{name}: loading")
         request = SpeedRequest(
-            checkpoint=self._checkpoints[name],
-            prompt_tokens=self._workload.prompt_tokens,
-            new_tokens=self._workload.new_tokens,
+            checkpoint=self.checkpoints[name],
+            prompt_tokens=self.workload.prompt_tokens,
+            new_tokens=self.workload.new_tokens,
         )
         try:
-            turn = WorkerTurn(request, log=self._log, progress=self._progress)
+            turn = WorkerTurn(request, log=self.log, progress=self.progress)
         except WorkerError as error:
             self.failures[name] = StageFailure(stage="speed", reason=error.reason, message=str(error))
             return None
@@ -197,17 +192,17 @@ class _SpeedStage:
             self.failures[name] = StageFailure(stage="speed", reason=reason, message=rows[0].because)
             return
         self.results[name] = SpeedResult(
-            engine=self._checkpoints[name].engine.kind,
-            device=self._device.name,
+            engine=self.checkpoints[name].engine.kind,
+            device=self.device.name,
             compute_dtype=opened.compute_dtype,
             execution=opened.execution,
             rows=rows,
-            memory=_memory(opened, timings, manifest=self._manifests[name]),
+            memory=_memory(opened, timings, manifest=self.manifests[name]),
             drift_percent=drift_percent(timings[0], again[0]) if again else None,
         )
 
     def _row(self, name: str, opened: SpeedOpened, timing: ShapeTiming) -> SpeedRow:
-        workload = self._workload
+        workload = self.workload
         if timing.failure:
             return SpeedRow(
                 batch_size=timing.batch_size,
@@ -217,17 +212,17 @@ class _SpeedStage:
                 because=timing.failure.because,
                 warmup_s=tuple(timing.warmup_s),
             )
-        weights_read = read_per_token_resident(opened, self._manifests[name])
+        weights_read = read_per_token_resident(opened, self.manifests[name])
         kv = timing.memory.kv_cache_bytes if timing.memory else None
         return summarise(
             timing.traces,
             new_tokens=workload.new_tokens,
             warmup_s=timing.warmup_s,
             bytes_read_per_step=weights_read + mean_kv_bytes(kv or 0, workload),
-            read_bandwidth_bytes_per_s=self._limits.read_bandwidth_bytes_per_s,
+            read_bandwidth_bytes_per_s=self.limits.read_bandwidth_bytes_per_s,
             peak_memory_bytes=timing.memory.peak_bytes if timing.memory else None,
-            max_cv_percent=self._spec.max_cv_percent,
-            last_level_cache_bytes=self._device.last_level_cache_bytes,
+            max_cv_percent=self.spec.max_cv_percent,
+            last_level_cache_bytes=self.device.last_level_cache_bytes,
         )
 
 

@@ -9,12 +9,12 @@ inputs. Speed and capacity hold the machine's fingerprint as well, and speed the
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.packages import installed_versions
 from pipeline.quantizers.base import Quantizer
 from pipeline.recipe import SpeedSpec, Workload
 from pipeline.results import CheckpointManifest, SourceRecord
@@ -83,16 +83,7 @@ def quality_key(
 
 
 def _base(stage: str) -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in _MODEL_PACKAGES if _has(name)}
-    return {"stage": stage, "code": _code_digest(stage), "versions": versions}
-
-
-def _has(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return {"stage": stage, "code": _code_digest(stage), "versions": installed_versions(_MODEL_PACKAGES)}
 
 
 @cache

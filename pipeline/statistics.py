@@ -55,11 +55,6 @@ class Flips(Value):
         return self.lost + self.gained
 
     @property
-    def drop(self) -> float | None:
-        """Baseline's share of right answers minus the candidate's; None without documents."""
-        return (self.lost - self.gained) / self.documents if self.documents else None
-
-    @property
     def smoothed_flip_rate(self) -> float:
         """(flips + ½) ÷ (documents + 1): no flip seen in few documents doesn't mean that none happens."""
         return (self.flips + 0.5) / (self.documents + 1)

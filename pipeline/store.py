@@ -5,6 +5,7 @@ Layout under the root (`PIPELINE_STORE`, default `.pipeline/`):
     results/STAGE/KEY.json     one stage's result; KEY is the digest of everything it depends on
     checkpoints/KEY/           a quantized checkpoint, `manifest.json` written last
     sources/KEY/               a random-weight model made from a config
+    shapes/KEY.json            what an architecture's weights and cache look like
     runs/NAME/                 one run's report, recipe and logs
     durations.json             how long stages took, for the time left
 
@@ -27,14 +28,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import ValidationError
 
 from pipeline.errors import PrerequisiteError, StageError
-from pipeline.values import Value
-
-AnyValue = TypeVar("AnyValue", bound=Value)
+from pipeline.values import AnyValue, Value
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 """What a disk, its quota or its owner answers to a write: the user's to mend, not a bug."""
@@ -123,20 +121,31 @@ class Store:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
+            self._remove_unfinished()
             yield
 
+    def _remove_unfinished(self) -> None:
+        """Folders that a killed run left half written: tens of gigabytes that nothing would ever take up."""
+        for name in ("checkpoints", "sources"):
+            for partial in (self.root / name).glob(".partial-*"):
+                shutil.rmtree(partial, ignore_errors=True)
+
     def file_digest(self, path: Path) -> str:
-        """SHA-256 of a file, remembered by path, size, modification time and inode."""
+        """SHA-256 of a file, remembered by path, size, inode and times.
+
+        The time of the last change of state is among them because tools that copy or edit set the
+        modification time back.
+        """
         stat = path.stat()
-        identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+        times = f"{stat.st_mtime_ns}|{stat.st_ctime_ns}"
+        identity = f"{path.resolve()}|{stat.st_size}|{times}|{stat.st_ino}"
         name = hashlib.sha256(identity.encode()).hexdigest()
         remembered = self.root / "results" / "file-digests" / name
         with contextlib.suppress(OSError):
             text = remembered.read_text("ascii")
             if len(text) == 64:
                 return text
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(path)
         write_atomically(remembered, found)
         return found
 
@@ -153,6 +162,12 @@ class Store:
     def remember_duration(self, name: str, seconds: float) -> None:
         """Keep how long a stage took."""
         write_atomically(self.root / "durations.json", json.dumps({**self.durations_s(), name: seconds}))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, text: str) -> None:

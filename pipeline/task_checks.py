@@ -7,15 +7,17 @@ for problem in check(request, offline=True, tokenizer_folder=folder):
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.errors import CheckpointError
 from pipeline.results import Problem
 from pipeline.tasks import QualityRequest, TaskFile, TaskFileError, data_files, leaves
+from pipeline.tensorfile import read_json
 
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _DEFAULT_NEW_TOKENS = 256  # what the harness generates when a task doesn't say
 
 
@@ -123,7 +125,20 @@ def _dataset_cache() -> Path:
 
 
 def _template_problems(request: QualityRequest, folder: Path | None) -> Iterator[Problem]:
-    if request.apply_chat_template and folder is not None and not has_chat_template(folder):
+    if folder is None or not folder.is_dir():
+        return
+    if not any(True for pattern in _TOKENIZER_FILES for _ in folder.glob(pattern)):
+        yield Problem(
+            what=f"quality: the model folder {folder} has no tokenizer",
+            fix="put the model's tokenizer.json (or tokenizer.model, vocab.json) beside its weights",
+        )
+        return
+    try:
+        without = request.apply_chat_template and not has_chat_template(folder)
+    except CheckpointError as error:
+        yield Problem(what=str(error), fix="fetch the file again")
+        return
+    if without:
         yield Problem(
             what=f"quality.apply_chat_template: the tokenizer in {folder} has no chat template",
             fix="set it to false for a base model, or add chat_template.jinja to the model's folder",
@@ -131,8 +146,8 @@ def _template_problems(request: QualityRequest, folder: Path | None) -> Iterator
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a tokenizer folder holds a chat template, from its files alone."""
+    """Whether a tokenizer folder holds a chat template, from its files alone. Raises CheckpointError."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(json.loads(config.read_text("utf-8")).get("chat_template"))
+    return config.is_file() and bool(read_json(config).get("chat_template"))

@@ -31,6 +31,7 @@ from pydantic import Field, field_validator
 
 from pipeline.errors import PrerequisiteError
 from pipeline.results import Problem
+from pipeline.store import file_sha256
 from pipeline.values import Value, digest
 
 _PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -142,11 +143,6 @@ def find_tasks(request: QualityRequest) -> dict[str, TaskFile]:
 def leaves(request: QualityRequest) -> dict[str, TaskFile]:
     """Every plain task that the request runs, groups opened."""
     return {name: file for name, file in _with_members(request).items() if not file.members}
-
-
-def task_files(request: QualityRequest) -> dict[str, Path]:
-    """The YAML file of every requested task, as it lies on disk (not rendered)."""
-    return {name: file.path for name, file in find_tasks(request).items()}
 
 
 def text_digest(file: TaskFile) -> str:
@@ -369,5 +365,4 @@ def _data_facts(file: TaskFile) -> Any:
 
 @cache
 def _sha256(path: str, _size_bytes: int, _mtime_ns: int) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(Path(path))

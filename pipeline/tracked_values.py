@@ -39,7 +39,10 @@ SPEED_FIELDS = (
     "itl_p99_s",
     "peak_memory_bytes",
 )
-CAPACITY_FIELDS = ("measured_sequences", "predicted_sequences", "context_tokens", "kv_bytes_per_sequence")
+CAPACITY_FIELDS = (
+    *("measured_sequences", "predicted_sequences", "context_tokens"),
+    *("kv_bytes_per_sequence", "peak_bytes_per_sequence"),
+)
 CHECKPOINT_FIELDS = ("bits_per_weight", "bits_per_block_weight", "weight_bytes_on_disk", "parameters")
 
 
@@ -212,7 +215,7 @@ def _measured_rows(speed: SpeedResult | None) -> tuple[SpeedRow, ...]:
 
 
 def _memory(variant: VariantResults) -> Iterator[TrackedMetric]:
-    memory = variant.memory or (variant.speed.memory if variant.speed is not None else None)
+    memory = variant.loaded_memory
     if memory is not None:
         yield from _fields("memory", memory, tuple(type(memory).model_fields))
 

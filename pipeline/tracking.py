@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.errors import Interrupted, UsageError
+from pipeline.provenance import host_digest
 from pipeline.results import Report, VariantReport
 from pipeline.tracked_values import (
     LONGEST_PARAM,
@@ -45,7 +46,6 @@ from pipeline.tracking_store import (
     TrackingStore,
     default_environment,
     file_lock,
-    host_name,
     owner_is_alive,
     owner_tags,
     quiet,
@@ -264,7 +264,7 @@ def _end_open_runs(session: _Session, status: str) -> None:
 
 def _close_stale_runs(session: _Session) -> None:
     """End runs that a dead process of this machine left RUNNING."""
-    here = f"attributes.status = 'RUNNING' and tags.`pipeline.host` = '{host_name()}'"
+    here = f"attributes.status = 'RUNNING' and tags.`pipeline.host` = '{host_digest()}'"
     found = session.ask(lambda: session.client.search_runs([session.experiment_id], here))
     for run in found:
         if not owner_is_alive(run.data.tags):

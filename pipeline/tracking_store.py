@@ -10,7 +10,6 @@ import fcntl
 import json
 import logging
 import os
-import platform
 import signal
 import threading
 import time
@@ -23,7 +22,6 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline import provenance
 from pipeline.errors import Interrupted, UsageError
-from pipeline.values import digest
 
 SERVERS = ("http", "https")
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -217,7 +215,7 @@ def owner_tags() -> dict[str, str]:
     import psutil
 
     return {
-        "pipeline.host": host_name(),
+        "pipeline.host": provenance.host_digest(),
         "pipeline.pid": str(os.getpid()),
         # A process id is given again after a while; with its start it is unique.
         "pipeline.process_started": str(int(psutil.Process().create_time())),
@@ -235,8 +233,3 @@ def owner_is_alive(tags: Mapping[str, str]) -> bool:
     except psutil.AccessDenied:
         return True
     return abs(started - int(tags.get("pipeline.process_started", started))) <= 1
-
-
-def host_name() -> str:
-    """A digest that stands for this machine; its name is nobody else's business."""
-    return digest(platform.node())[:16]

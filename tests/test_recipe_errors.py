@@ -321,3 +321,15 @@ def paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, value in items:
         yield (*path, key)
         yield from paths(value, (*path, key))
+
+
+def test_what_stands_twice_is_refused_where_it_would_be_measured_twice(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: ./m\nprecisions: [fp16, int8]\nspeed: {batch_sizes: [1, 4, 1]}\n"
+        "quality: {tasks: [piqa, piqa]}\ngate: [{kind: max_memory, fraction: 0.6}]\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert "line 3: speed.batch_sizes[2]: 1 stands twice" in str(caught.value)
+    assert "line 4: quality.tasks[1]: 'piqa' stands twice" in str(caught.value)

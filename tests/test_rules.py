@@ -106,12 +106,50 @@ def test_speedup_compares_raw_numbers_not_rounded_ones() -> None:
     assert one(MinSpeedup(factor=1.5), candidate).outcome == "fail"
 
 
+def test_a_baseline_held_in_float32_is_no_measure_for_memory() -> None:
+    wide = build.memory("fp16", weight_bytes_resident=2 * build.memory("fp16").weight_bytes_on_disk)
+    speed = build.speed("fp16", compute_dtype="float32", memory=wide)
+    baseline = build.variant("fp16", memory=wide, speed=speed)
+    (finding,) = MaxMemory(fraction=0.9).judge(baseline=baseline, candidate=build.variant("int8"))
+    assert finding.outcome == "missing"
+    assert "fp16 is held in float32" in finding.because
+    for rule in (MaxMemory(fraction=0.9, of="on_disk"), MaxMemory(bytes=10**12)):
+        (finding,) = rule.judge(baseline=baseline, candidate=build.variant("int8"))
+        assert finding.outcome == "pass"
+
+
 def test_prefill_speedup_reads_the_prefill_rate() -> None:
-    rows = [build.speed_row(1, 40.0, prefill_tokens_per_s=300.0)]
+    times = Distribution.of([128 / 300] * 3)
+    rows = [build.speed_row(1, 40.0, prefill_tokens_per_s=300.0, ttft_s=times)]
     candidate = build.variant("int8", speed=build.speed("int8", rows))
     finding = one(MinSpeedup(factor=1.5, metric="prefill"), candidate)
     assert finding.outcome == "fail"
     assert finding.observed == pytest.approx(300 / (128 / 0.21))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"decode_tokens_per_s": 1e12}, "1e+12: implausible, its times say"),
+        ({"tpot_s": None}, "the times behind it were not measured"),
+        ({"tpot_s": Distribution.of([-1.0] * 3)}, "a time per token of -1.0 s"),
+        ({"tpot_s": Distribution.of([0.025]).model_copy(update={"samples": ()})}, "a time per token"),
+        ({"ttft_s": Distribution.of([0.2]).model_copy(update={"samples": ()})}, "a time to first token"),
+        ({"ttft_s": Distribution.of([0.2]).model_copy(update={"median": 1e-9})}, "a time to first token"),
+        ({"produced_tokens": 31}, "31 tokens were produced, 32 asked for"),
+    ],
+)
+def test_a_rate_that_its_own_times_deny_is_missing(row: dict[str, Any], reason: str) -> None:
+    candidate = build.variant("int8", speed=build.speed("int8", [build.speed_row(1, 40.0, **row)]))
+    finding = one(MinSpeedup(factor=0.1), candidate)
+    assert finding.outcome == "missing"
+    assert reason in finding.because
+
+
+def test_two_rows_of_one_batch_size_are_missing() -> None:
+    rows = [build.speed_row(1, 40.0), build.speed_row(1, 20.0)]
+    finding = one(MinSpeedup(factor=0.1), build.variant("int8", speed=build.speed("int8", rows)))
+    assert (finding.outcome, "two rows of that batch size" in finding.because) == ("missing", True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -261,6 +262,25 @@ def test_damaged_results_and_checkpoints_are_made_again(place: Workplace, finish
     assert set(again.reused) == set(ALL_STAGES) - missing
     assert again.code == finished.code
     assert weights.read_bytes() != bytes(content)
+
+
+def test_a_report_that_can_t_be_written_is_told_with_everything_that_was_measured(
+    place: Workplace, finished: Ended
+) -> None:
+    limited = f"ulimit -f 8; exec {shlex.quote(sys.executable)} -m pipeline run {place.recipe()}"
+    done = subprocess.run(
+        ["sh", "-c", limited],
+        cwd=ROOT,
+        env={**os.environ, **place.environment, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, line["verdict"], line["report"]) == (4, finished.line["verdict"], None)
+    assert "NO REPORT" in done.stderr
+    assert "could not be written" in done.stderr
+    assert "verdict: ship" in done.stderr
 
 
 # --- stopped from outside --------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PrerequisiteError, StageError
+from pipeline.model_source import source_record
 from pipeline.quantizers.quanto import Quanto
+from pipeline.recipe import load_recipe
 from pipeline.results import CapacityResult, FileRecord, SourceRecord
 from pipeline.stage_keys import quantize_key
 from pipeline.store import Store, write_atomically
@@ -272,6 +274,16 @@ def test_a_killed_run_s_lock_is_taken_over(store: Store) -> None:
         pass
 
 
+def test_half_made_checkpoints_of_any_killed_run_are_removed_by_the_next_one(store: Store) -> None:
+    finished = store.checkpoint_folder("a" * 64)
+    finished.mkdir()
+    half = store.root / "checkpoints" / f".partial-{'b' * 64}"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"1")
+    with store.lock():
+        assert list((store.root / "checkpoints").iterdir()) == [finished]
+
+
 def test_an_error_inside_lets_go_of_the_lock(store: Store) -> None:
     with pytest.raises(KeyError), store.lock():
         raise KeyError
@@ -296,6 +308,19 @@ def test_a_file_s_digest_follows_its_content(store: Store, tmp_path: Path) -> No
     assert store.file_digest(path) == "a52d159f262b2c6ddb724a61840befc36eb30c88877a4030b65cbe86298449c9"
 
 
+def test_an_edit_that_sets_the_modification_time_back_is_seen(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"abc")
+    before = path.stat()
+    first = store.file_digest(path)
+    time.sleep(0.05)  # clocks of file systems tick every few milliseconds
+    with path.open("r+b") as file:
+        file.write(b"abd")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert store.file_digest(path) != first
+
+
 def test_a_spoilt_memory_of_a_digest_is_made_anew(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"abc")
@@ -317,6 +342,25 @@ def test_models_are_told_apart_by_content_not_by_the_name_of_their_folder() -> N
     assert one == quantize_key(source=source("/c/elsewhere", "1"), quantizer=quantizer)
     assert one != quantize_key(source=source("/a/tiny", "1"), quantizer=Quanto(weights="int4"))
     assert one.isalnum(), "it names a folder"
+
+
+@pytest.mark.parametrize(
+    "name", ["merges.txt", "vocab.bpe", "qwen.tiktoken", "tokenizer.model", "config.json"]
+)
+def test_every_file_that_a_checkpoint_carries_is_part_of_the_source(
+    store: Store, tmp_path: Path, name: str
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: ./model\nprecisions: [fp16, int8]\nspeed: {}\ngate: [{kind: max_memory, fraction: 0.6}]\n"
+    )
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / name).write_text("a b")
+    loaded = load_recipe(recipe)
+    before = source_record(loaded, folder, store=store)
+    (folder / name).write_text("a b\na c")
+    assert source_record(loaded, folder, store=store) != before
 
 
 def test_durations_are_remembered_and_a_spoilt_file_forgotten(store: Store) -> None:

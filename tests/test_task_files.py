@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pipeline.errors import StageError
-from pipeline.quality import check, inputs_digest, task_files
+from pipeline.quality import check, inputs_digest
 from pipeline.results import MetricScore
 from pipeline.task_scores import all_finite, metrics_of, perplexity, samples_of
 from pipeline.tasks import TaskFileError, find_tasks, leaves, rendered
@@ -34,6 +34,26 @@ def test_an_unknown_task_is_named_with_its_nearest_name(tmp_path: Path) -> None:
     told = whats(*check(request_for(tmp_path, "quiz_esy", "quiz_easy"), offline=True))
     assert "unknown task 'quiz_esy'" in told
     assert "did you mean quiz_easy?" in told
+
+
+def test_a_model_without_a_tokenizer_is_told_before_any_work(tmp_path: Path) -> None:
+    write_task(tmp_path, "quiz", CHOICES, questions(2))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer_config.json").write_text("{}")
+    told = whats(*check(request_for(tmp_path, "quiz"), offline=True, tokenizer_folder=model))
+    assert f"the model folder {model} has no tokenizer" in told
+
+
+def test_a_tokenizer_config_that_is_no_object_is_told_by_name(tmp_path: Path) -> None:
+    write_task(tmp_path, "quiz", CHOICES, questions(2))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text("[1]")
+    request = request_for(tmp_path, "quiz", apply_chat_template=True)
+    told = whats(*check(request, offline=True, tokenizer_folder=model))
+    assert f"{model / 'tokenizer_config.json'}: a JSON object is expected, found list" in told
 
 
 def test_a_missing_data_file_is_told_with_the_command_that_fetches_it(tmp_path: Path) -> None:
@@ -142,7 +162,9 @@ def test_groups_and_tags_are_opened() -> None:
 def test_every_shipped_task_is_found_and_keeps_the_official_prompt(tmp_path: Path) -> None:
     request = request_for(EVALS, *SHIPPED, data_folder=str(tmp_path))
     found = find_tasks(request)
-    assert task_files(request) == {name: EVALS / f"{name}.yaml" for name in SHIPPED}
+    assert {name: file.path for name, file in found.items()} == {
+        name: EVALS / f"{name}.yaml" for name in SHIPPED
+    }
     problems = check(request, offline=True)
     assert len(problems) == len(SHIPPED)
     assert all(problem.fix == "python -m evals.fetch_data" for problem in problems)

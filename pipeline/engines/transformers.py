@@ -7,7 +7,6 @@ with Transformers().open(folder, quantizer=quantizer, device="cpu") as session:
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
 import math
@@ -15,12 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.checkpoint import tokenizer_tokens
 from pipeline.engines.base import Engine, Session, SessionMemory
 from pipeline.errors import StageError
 from pipeline.live_tensors import cache_bytes, device_types, resident_bytes
 from pipeline.process_memory import peak_resident_bytes, reset_peak_resident_bytes
 from pipeline.quantizers.base import Quantizer
 from pipeline.results import Problem
+from pipeline.weights import missing_packages
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +40,7 @@ class Transformers(Engine):
     def check(self, *, device: str) -> tuple[Problem, ...]:
         """transformers and torch must be installed."""
         del device
-        missing = [name for name in ("torch", "transformers") if not _installed(name)]
-        return tuple(
-            Problem(what=f"package {name} is not installed", fix=f"pip install {name}") for name in missing
-        )
+        return missing_packages("torch", "transformers")
 
     def open(self, checkpoint: Path, *, quantizer: Quantizer, device: str) -> TransformersSession:
         """Load the checkpoint. Raises StageError when layers land on another device than asked for."""
@@ -172,17 +170,4 @@ def stored_dtype(checkpoint: Path) -> str:
 def _vocabulary(checkpoint: Path, model: Any) -> int:
     """Ids that are safe in prompts: no more than the tokenizer's, no more than the embedding's rows."""
     rows = int(model.get_input_embeddings().weight.shape[0])
-    tokenizer = checkpoint / "tokenizer.json"
-    if not tokenizer.is_file():
-        return rows
-    content = json.loads(tokenizer.read_text("utf-8"))
-    vocabulary = content.get("model", {}).get("vocab", ())
-    return min(rows, len(vocabulary)) if vocabulary else rows
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return min(rows, tokenizer_tokens(checkpoint) or rows)

@@ -10,9 +10,12 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.comparison import memory_of, usable_number
+from pipeline.comparison import UnmeasuredError, memory_of, usable_number
 from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import ThresholdRule, exactly_one
+
+WIDENED = 1.5
+"""Resident ÷ on-disk bytes from which a baseline is no 16-bit one in memory."""
 
 
 class MaxMemory(ThresholdRule):
@@ -46,6 +49,8 @@ class MaxMemory(ThresholdRule):
             )
         assert self.fraction is not None
         before = self._bytes(baseline)
+        if self.of == "resident":
+            _refuse_widened(baseline)
         observed = used / before
         return self.finding(
             "pass" if observed <= self.fraction else "fail",
@@ -67,3 +72,14 @@ class MaxMemory(ThresholdRule):
                 "peak": memory.peak_bytes,
             }[self.of]
         return usable_number(value, f"{variant.name}: {self.of.replace('_', ' ')} memory in bytes")
+
+
+def _refuse_widened(baseline: VariantResults) -> None:
+    """UnmeasuredError when the engine holds a 16-bit baseline in FP32, beside which everything looks small."""
+    memory = memory_of(baseline)
+    widened = memory.weight_bytes_resident > WIDENED * memory.weight_bytes_on_disk
+    if widened and baseline.speed is not None and baseline.speed.compute_dtype == "float32":
+        raise UnmeasuredError(
+            f"{baseline.name} is held in float32, {memory.weight_bytes_resident:,} bytes for "
+            f"{memory.weight_bytes_on_disk:,} on disk; choose a 16-bit compute_dtype, or compare of: on_disk"
+        )

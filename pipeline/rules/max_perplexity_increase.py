@@ -23,6 +23,9 @@ from pipeline.statistics import (
 )
 
 QUANTIZED = frozenset({"int8", "int4", "fp8", "fp4"})
+LARGEST_NATS = 1e40
+"""Of a document; arithmetic in FP32, which ends at 3.4e38, gives no more."""
+
 IMPLAUSIBLE_RATIO = 0.45
 """A perplexity this far under the 16-bit baseline's, beyond chance, was not measured rightly."""
 
@@ -151,6 +154,8 @@ def _nats_and_tokens(
         raise UnmeasuredError(f"{task}: implausible, a document without tokens")
     if any(value > 0 for pair in log_likelihoods for value in pair):
         raise UnmeasuredError(f"{task}: implausible, a positive log-likelihood")
+    if any(value < -LARGEST_NATS for pair in log_likelihoods for value in pair):
+        raise UnmeasuredError(f"{task}: implausible, a log-likelihood under {-LARGEST_NATS:g} nats")
     first, second = ([-pair[arm] for pair in log_likelihoods] for arm in (0, 1))
     return first, second, [count for count, _ in tokens]
 

@@ -121,6 +121,8 @@ class MaxQualityDrop(Rule):
         drop = (self._binary if all(v in (0, 1) for pair in good for v in pair) else self._graded)(
             metric, good
         )
+        if drop.baseline_score == 0:
+            raise UnmeasuredError(f"{task}: void, {metric} of the baseline is 0, so no drop could show")
         self._refuse_implausible(task, drop)
         return drop
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.comparison import UnmeasuredError, speed_of, usable_number, usable_row
+from pipeline.comparison import UnmeasuredError, speed_of, usable_rate, usable_row
 from pipeline.results import Finding, FindingOutcome, SpeedRow, VariantResults
 from pipeline.rules.base import ThresholdRule
 
@@ -69,8 +69,12 @@ class MinSpeedup(ThresholdRule):
             )
 
     def _rate(self, row: SpeedRow, variant: VariantResults) -> float:
-        rate = row.decode_tokens_per_s if self.metric == "decode" else row.prefill_tokens_per_s
-        return usable_number(rate, f"{variant.name}: {self.metric} rate at batch size {self.batch_size}")
+        what = f"{variant.name}: {self.metric} rate at batch size {self.batch_size}"
+        if self.metric == "decode":
+            rate, times, tokens = row.decode_tokens_per_s, row.tpot_s, row.batch_size
+        else:
+            rate, times, tokens = row.prefill_tokens_per_s, row.ttft_s, row.batch_size * row.prompt_tokens
+        return usable_rate(row, rate, times=times, tokens=tokens, what=what)
 
     def _interval(self, before: SpeedRow, after: SpeedRow) -> tuple[float, float] | None:
         """Ratio of the quartiles of the times behind the rates."""
