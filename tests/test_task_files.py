@@ -130,6 +130,7 @@ def test_a_chat_template_is_looked_for_in_the_tokenizers_files(tmp_path: Path) -
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer_config.json").write_text("{}")
+    (tokenizer / "tokenizer.json").write_text("{}")
     assert "has no chat template" in whats(*check(request, offline=True, tokenizer_folder=tokenizer))
     (tokenizer / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert check(request, offline=True, tokenizer_folder=tokenizer) == ()
