@@ -117,13 +117,13 @@ def test_the_smallest_limit_of_the_enclosing_groups_counts(tmp_path: Path) -> No
     root = write(
         tmp_path,
         {
-            "proc/self/cgroup": "0::/work/job\n",
-            "sys/fs/cgroup/work/memory.max": "1000000\n",
-            "sys/fs/cgroup/work/memory.current": "700000\n",
-            "sys/fs/cgroup/work/memory.stat": "anon 5\ninactive_file 100000\n",
-            "sys/fs/cgroup/work/job/memory.max": "max\n",
-            "sys/fs/cgroup/work/job/memory.current": "700000\n",
-            "sys/fs/cgroup/work/job/memory.stat": "inactive_file 0\n",
+            "proc/self/cgroup": "0::/batch/job\n",
+            "sys/fs/cgroup/batch/memory.max": "1000000\n",
+            "sys/fs/cgroup/batch/memory.current": "700000\n",
+            "sys/fs/cgroup/batch/memory.stat": "anon 5\ninactive_file 100000\n",
+            "sys/fs/cgroup/batch/job/memory.max": "max\n",
+            "sys/fs/cgroup/batch/job/memory.current": "700000\n",
+            "sys/fs/cgroup/batch/job/memory.stat": "inactive_file 0\n",
         },
     )
     assert memory_limit_bytes(root=root) == 1_000_000
