@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _recipe_command(commands, "run", _run, "quantize, measure, evaluate, judge and log a recipe")
     plan = _recipe_command(commands, "plan", _plan, "footprints, ceilings and fit, before anything is loaded")
-    plan.add_argument("--hardware", metavar="NAME", help="plan for this device instead of the recipe's")
+    plan.add_argument(
+        "--hardware", metavar="NAME", help="plan for this device, or device file, instead of the recipe's"
+    )
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page with plots, too")
     _recipe_command(commands, "check", _check, "validate a recipe and look for everything a run needs")
     gate = _command(commands, "gate", _gate, "judge a stored report again, with its own or other rules")
     gate.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the run's folder")
@@ -136,10 +139,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from pipeline.commands import plan_recipe
-    from pipeline.plan import plan_table
+    from pipeline.commands import plan_for, write_page
+    from pipeline.plan_text import plan_table
 
-    plan = plan_recipe(options.recipe, hardware=options.hardware)
+    plan = plan_for(options.recipe, hardware=options.hardware)
+    if options.html:
+        write_page(plan, file=options.html)
+        _tell(f"page: {options.html}")
     _print(plan.to_json() if options.json else plan_table(plan))
     return 0
 

@@ -17,22 +17,22 @@ from typing import Any, TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.errors import Interrupted, PrerequisiteError, StageError, UsageError
-from pipeline.footprint import cached_shape_facts
+from pipeline.errors import Interrupted, PipelineError, StageError, UsageError
 from pipeline.gate import exit_code, judge_all
-from pipeline.hardware import DATA_SHEET, Device, detect, fingerprint, named, with_measured
+from pipeline.hardware import DATA_SHEET, Device, detect, fingerprint
 from pipeline.interruption import first_signal_interrupts
-from pipeline.model_source import read_config
-from pipeline.plan import Plan, make_plan
+from pipeline.plan_page import plan_page
+from pipeline.plan_values import Plan
+from pipeline.planning import MEASURED_DEVICE, plan_beside_results, plan_recipe
 from pipeline.plugins import plugin_classes
 from pipeline.preflight import Preflight, preflight
 from pipeline.processes import run_stage
 from pipeline.provenance import collect
-from pipeline.recipe import AnyRule, LoadedRecipe, load_recipe
+from pipeline.recipe import AnyRule, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import DeviceSpeed, Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
-from pipeline.runner import MEASURED_DEVICE, RunState, prepare, run_stages
+from pipeline.runner import RunState, prepare, run_stages
 from pipeline.stages import DeviceSpeedRequest
 from pipeline.store import Store, write_atomically
 from pipeline.tracking import TrackResult, track
@@ -71,7 +71,7 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
         report = make_report(
             loaded,
             recipe=state.recipe,
-            variants=variant_results(state),
+            variants=_with_plan(state),
             device=state.speed.device if state.speed else None,
             provenance=_provenance(state),
             started_at=started.isoformat(timespec="seconds"),
@@ -88,6 +88,23 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
         table=comparison_table(report),
         exit_code=Interrupted.exit_code if report.interrupted or tracked is _STOPPED else code,
     )
+
+
+def _with_plan(state: RunState) -> tuple[VariantResults, ...]:
+    """Results with their planned figures; what can't be planned is said, and costs nothing that was measured."""
+    variants = variant_results(state)
+    try:
+        return plan_beside_results(
+            state.loaded,
+            recipe=state.recipe,
+            device=state.device,
+            speed=state.speed.device if state.speed else None,
+            variants=variants,
+            store=state.store,
+        )
+    except PipelineError as error:
+        state.progress.say(f"no plan beside the results: {error}")
+        return variants
 
 
 def _write_report(report: Report, state: RunState) -> bool:
@@ -156,36 +173,14 @@ def _json_line(
 # --- plan, check -----------------------------------------------------------------------------------------
 
 
-def plan_recipe(path: Path, *, hardware: str | None) -> Plan:
+def plan_for(path: Path, *, hardware: str | None) -> Plan:
     """Plan for the recipe's hardware, or for `hardware`. Loads no weight."""
-    loaded = load_recipe(path)
-    device = _device(hardware or loaded.recipe.hardware)
-    architecture = read_config(loaded)
-    if architecture is None:
-        raise PrerequisiteError(_no_architecture(loaded))
-    facts = cached_shape_facts(
-        architecture.config, cache_folder=store_from_environment().root / "shapes", source=architecture.source
-    )
-    return make_plan(loaded, recipe=loaded.recipe.expand(device=device.kind), device=device, facts=facts)
+    return plan_recipe(path, hardware=hardware, store=store_from_environment())
 
 
-def _device(name: str) -> Device:
-    """A device of the data sheet, or this machine with the limits that `doctor` or a run last measured on it."""
-    if name != "host":
-        return named(name)
-    device = detect()
-    measured = store_from_environment().get(MEASURED_DEVICE, fingerprint(device), DeviceSpeed)
-    return with_measured(device, measured) if measured else device
-
-
-def _no_architecture(loaded: LoadedRecipe) -> str:
-    model = loaded.recipe.model
-    if model.is_local:
-        return f"{loaded.path}: model: there is no {loaded.resolve(model.id) / 'config.json'}"
-    return (
-        f"{loaded.path}: model: the architecture of {model.id} is not here; "
-        f"name its config.json as model.config, or download it (`hf download {model.id} config.json`)"
-    )
+def write_page(plan: Plan, *, file: Path) -> None:
+    """The plan as one HTML file. Raises StageError when it can't be written."""
+    write_atomically(file, plan_page(plan))
 
 
 def check_recipe(path: Path) -> Preflight:

@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pipeline.errors import CheckpointError
+from pipeline.block_weights import block_weights
+from pipeline.errors import CheckpointError, PipelineError
+from pipeline.meta_model import empty_model, one_line
 from pipeline.results import Coverage
 from pipeline.tensorfile import TensorInfo
 from pipeline.values import Value
@@ -83,21 +85,21 @@ def model_layout(folder: Path) -> ModelLayout:
 
     Imports torch and transformers (seconds). Raises CheckpointError when transformers can't build the model.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = empty_model(config, source=str(folder / "config.json"))
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise CheckpointError(
-            f"{folder / 'config.json'}: transformers can't build this model ({error})"
+            f"{folder / 'config.json'}: transformers can't read this model's config ({one_line(error)})"
         ) from error
-    linear = _linear_parameters(model)
+    except PipelineError as error:
+        raise CheckpointError(str(error)) from error
+    linear = {block.name: block.tensor for block in block_weights(model)}
     on_disk = revert_weight_conversion(model, dict(linear))
     names = {id(weight): name for name, weight in reversed(list(model.named_parameters()))}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -151,23 +153,6 @@ def stored_sizes(found: Mapping[str, TensorInfo], *, layout: ModelLayout, quanti
     unread = embedding if not layout.tied or saved_twice else 0
     blocks = sum(stored[source].stored_bytes for source in named.values())
     return StoredSizes(total=total, blocks=blocks, read_per_token=total - unread)
-
-
-def _linear_parameters(model: Any) -> dict[str, Any]:
-    """The block weights by parameter name: of nn.Linear and Conv1D, and experts kept as 3-D parameters."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    apart = {id(model.get_input_embeddings().weight), id(getattr(head, "weight", None))}
-    found = {}
-    for path, module in model.named_modules():
-        for name, weight in module.named_parameters(recurse=False):
-            matrix = weight.dim() == 2 and isinstance(module, (torch.nn.Linear, Conv1D))
-            experts = weight.dim() == 3 and "experts" in path.split(".")
-            if (matrix or experts) and id(weight) not in apart:
-                found[f"{path}.{name}"] = weight
-    return found
 
 
 def _stored(found: Mapping[str, TensorInfo], quantizer: Labels) -> dict[str, StoredLike]:

@@ -13,100 +13,224 @@ imports no torch, and turned into bytes.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import ValidationError
 
 from pipeline.architecture import LinearShape, ShapeFacts, shape_facts
+from pipeline.block_weights import MatrixKind
 from pipeline.errors import RecipeError, StageError
 from pipeline.store import write_atomically
 from pipeline.values import Value, digest
 
 __all__ = [
+    "ExpertReads",
+    "FindsWeights",
     "ShapeFacts",
     "StoresWeights",
     "WeightBytes",
+    "WeightParts",
+    "WeightReads",
     "bytes_read_per_step",
     "cached_shape_facts",
     "kv_bytes",
     "kv_bytes_per_token",
     "shape_facts",
+    "unreached_weights",
     "weight_bytes",
+    "weight_reads",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of the cache key; raise it when `ShapeFacts` changes its meaning."""
+SIXTEEN_BIT_BYTES = 2
+
+
+class WeightParts(Value):
+    """Bytes of a checkpoint's weights by what they hold; `unquantized` is embedding, head, norms and the like."""
+
+    packed: int
+    scales: int
+    zero_points: int
+    codebooks: int
+    metadata: int
+    unquantized: int
+
+    @property
+    def total(self) -> int:
+        """All of them: the bytes on disk."""
+        return sum(self.model_dump().values())
 
 
 class WeightBytes(Value):
     """Bytes of a model's weights under one quantizer.
 
-    `read_per_token` is one decode step of one sequence: an untied embedding is resident but not read.
-    `bits_per_weight` counts everything stored over all parameters.
+    `parts` adds up to `on_disk`. `resident` is what loading puts into memory, which differs where weights or
+    scales take the type of the arithmetic. `read_per_token` is one decode step of one sequence: an untied
+    embedding is resident but not read. `bits_per_weight` counts everything stored over all parameters.
     """
 
     on_disk: int
     resident: int
     read_per_token: int
     bits_per_weight: float
+    parts: WeightParts
+
+
+class ExpertReads(Value):
+    """Equal expert matrices: `count` of `bytes_each` in all layers, of which a token uses `routed`."""
+
+    bytes_each: int
+    count: int
+    routed: int
+
+
+class WeightReads(Value):
+    """What a step reads of the weights in memory: the dense ones once, of the experts those it needs."""
+
+    dense_bytes: float
+    experts: tuple[ExpertReads, ...]
+
+    def bytes(self, tokens: int) -> float:
+        """Weight bytes that a step over `tokens` tokens (sequences decoding, or a prompt's) reads.
+
+        Of n experts with k routed per token, b tokens touch n·(1 − (1 − k/n)^b) different ones on average when
+        the router spreads them evenly. Raises ValueError when `tokens` isn't positive.
+        """
+        if tokens < 1:
+            raise ValueError(f"tokens must be at least 1, is {tokens}")
+        touched = self.dense_bytes
+        for expert in self.experts:
+            share = expert.routed / expert.count
+            matrices = expert.routed if tokens == 1 else expert.count * (1 - (1 - share) ** tokens)
+            touched += matrices * expert.bytes_each
+        return touched
+
+
+class HoldsBytes(Protocol):
+    """What is asked of a matrix's stored bytes here."""
+
+    @property
+    def packed(self) -> int: ...
+    @property
+    def scales(self) -> int: ...
+    @property
+    def zero_points(self) -> int: ...
+    @property
+    def codebooks(self) -> int: ...
+    @property
+    def metadata(self) -> int: ...
+    @property
+    def total(self) -> int: ...
 
 
 class StoresWeights(Protocol):
-    """What is asked of a quantizer here."""
+    """What is asked of a quantizer's storage here."""
 
-    def predicted_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of one quantized matrix with its scales, zero-points and codebooks."""
+    def predicted_parts(self, out_features: int, in_features: int) -> HoldsBytes:
+        """Bytes of one quantized matrix in a checkpoint file."""
+
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> HoldsBytes:
+        """Bytes of one quantized matrix in memory, computed with floats of `float_bytes`."""
 
     @property
     def other_bytes_per_weight(self) -> float:
         """Bytes of each weight that stays unquantized."""
 
 
-def weight_bytes(facts: ShapeFacts, *, quantizer: StoresWeights) -> WeightBytes:
+class FindsWeights(Protocol):
+    """What is asked of a quantizer's reach here."""
+
+    quantizable: ClassVar[frozenset[MatrixKind]]
+
+
+def weight_bytes(
+    facts: ShapeFacts, *, quantizer: StoresWeights, compute_bytes: int | None = None
+) -> WeightBytes:
     """Bytes of the model's weights as `quantizer` stores them; head and embedding stay unquantized.
 
-    Packed weights are taken to stay packed in memory, so that resident equals on disk.
+    `compute_bytes` is the size of the floats that an engine computes with (4 for FP32), None for those that
+    are stored. Every linear weight is counted as quantized, also where `unreached_weights` says that this
+    quantizer would leave some as they are.
     """
-    linear = sum(shape.count * _matrix_bytes(shape, quantizer) for shape in facts.linears)
-    kept = facts.parameters - facts.linear_weights
-    on_disk = linear + round(kept * quantizer.other_bytes_per_weight)
+    stored = [
+        (shape.count, quantizer.predicted_parts(shape.out_features, shape.in_features))
+        for shape in facts.linears
+    ]
+    parts = WeightParts(
+        packed=sum(count * each.packed for count, each in stored),
+        scales=sum(count * each.scales for count, each in stored),
+        zero_points=sum(count * each.zero_points for count, each in stored),
+        codebooks=sum(count * each.codebooks for count, each in stored),
+        metadata=sum(count * each.metadata for count, each in stored),
+        unquantized=round((facts.parameters - facts.linear_weights) * quantizer.other_bytes_per_weight),
+    )
+    float_bytes = _float_bytes(quantizer, compute_bytes)
+    resident = sum(shape.count * _resident(shape, quantizer, float_bytes).total for shape in facts.linears)
     return WeightBytes(
-        on_disk=on_disk,
-        resident=on_disk,
-        read_per_token=bytes_read_per_step(facts, quantizer=quantizer, batch_size=1),
-        bits_per_weight=8 * on_disk / facts.parameters,
+        on_disk=parts.total,
+        resident=resident + (facts.parameters - facts.linear_weights) * float_bytes,
+        read_per_token=bytes_read_per_step(
+            facts, quantizer=quantizer, batch_size=1, compute_bytes=compute_bytes
+        ),
+        bits_per_weight=8 * parts.total / facts.parameters,
+        parts=parts,
     )
 
 
-def bytes_read_per_step(facts: ShapeFacts, *, quantizer: StoresWeights, batch_size: int) -> int:
-    """Weight bytes that one decode step of `batch_size` sequences reads (KV cache not included).
-
-    A batch reads dense weights once. Of n experts with k routed per token, b tokens touch
-    n·(1 − (1 − k/n)^b) different ones on average when the router spreads them evenly.
-    """
-    read = facts.unquantized_weights_read_per_token * quantizer.other_bytes_per_weight
+def weight_reads(
+    facts: ShapeFacts, *, quantizer: StoresWeights, compute_bytes: int | None = None
+) -> WeightReads:
+    """What decoding reads of the weights that lie in memory; metadata isn't read. See `weight_bytes`."""
+    float_bytes = _float_bytes(quantizer, compute_bytes)
+    dense: float = facts.unquantized_weights_read_per_token * float_bytes
+    experts = []
     for shape in facts.linears:
-        untouched = (1 - shape.read_per_token / shape.count) ** batch_size
-        matrices = shape.read_per_token if batch_size == 1 else shape.count * (1 - untouched)
-        read += matrices * _matrix_bytes(shape, quantizer)
-    return round(read)
+        held = _resident(shape, quantizer, float_bytes)
+        each = held.total - held.metadata
+        if shape.read_per_token < shape.count and shape.read_per_token:
+            experts.append(ExpertReads(bytes_each=each, count=shape.count, routed=shape.read_per_token))
+        else:
+            dense += shape.read_per_token * each
+    return WeightReads(dense_bytes=dense, experts=tuple(experts))
+
+
+def bytes_read_per_step(
+    facts: ShapeFacts, *, quantizer: StoresWeights, batch_size: int, compute_bytes: int | None = None
+) -> int:
+    """Weight bytes that one decode step of `batch_size` sequences reads (KV cache not included)."""
+    reads = weight_reads(facts, quantizer=quantizer, compute_bytes=compute_bytes)
+    return round(reads.bytes(batch_size))
+
+
+def unreached_weights(facts: ShapeFacts, *, quantizer: FindsWeights) -> int:
+    """Linear weights that `quantizer` would leave as they are, because it doesn't look where they lie.
+
+    Experts kept as one three-dimensional parameter are passed over by libraries that replace `nn.Linear`. A
+    checkpoint with too many of these is refused its label; their size under it is what the format would take.
+    """
+    return sum(shape.elements for shape in facts.linears if shape.kind not in quantizer.quantizable)
 
 
 def kv_bytes(facts: ShapeFacts, context_tokens: int, *, element_bytes: int = 2) -> int | None:
     """KV cache of one sequence of `context_tokens` tokens; None where the cache's shape is unknown.
 
-    Windowed layers are taken to keep min(context, window) tokens, as transformers' dynamic cache does
-    between decode steps; an engine that reserves whole pages or the full context needs more.
+    `element_bytes` is the size of a cached value: 1 asks what an FP8 cache would take, scales left out.
+    Constant states aren't quantized with it: what follows the compute type keeps at least 16 bits, recurrent
+    states stay FP32. Windowed layers are taken to keep min(context, window) tokens, as transformers' dynamic
+    cache does between decode steps; an engine that reserves whole pages or the full context needs more.
     """
     cache = facts.cache
     if cache is None:
         return None
     windowed = sum(min(context_tokens, window.tokens) * window.values_per_token for window in cache.windows)
     growing = context_tokens * cache.growing_values_per_token
-    return (growing + windowed + cache.state_values) * element_bytes + cache.state_bytes
+    states = cache.state_values * max(element_bytes, SIXTEEN_BIT_BYTES) + cache.state_bytes
+    return (growing + windowed) * element_bytes + states
 
 
 def kv_bytes_per_token(facts: ShapeFacts, *, element_bytes: int = 2) -> int | None:
@@ -137,5 +261,9 @@ def cached_shape_facts(
     return facts
 
 
-def _matrix_bytes(shape: LinearShape, quantizer: StoresWeights) -> int:
-    return quantizer.predicted_bytes(shape.out_features, shape.in_features)
+def _resident(shape: LinearShape, quantizer: StoresWeights, float_bytes: int) -> HoldsBytes:
+    return quantizer.resident_parts(shape.out_features, shape.in_features, float_bytes=float_bytes)
+
+
+def _float_bytes(quantizer: StoresWeights, compute_bytes: int | None) -> int:
+    return compute_bytes or math.ceil(quantizer.other_bytes_per_weight)

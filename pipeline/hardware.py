@@ -18,13 +18,13 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pipeline.data_sheet import DATA_SHEET, Device, sheet_of
+from pipeline.data_sheet import DATA_SHEET, HOST, Device, nearest_device, sheet_of
 from pipeline.errors import PrerequisiteError, UsageError
 from pipeline.results import DeviceSpeed, MachineState
+from pipeline.values import digest
 
 __all__ = [
     "DATA_SHEET",
@@ -42,7 +42,6 @@ __all__ = [
     "with_measured",
 ]
 
-HOST = "host"
 ROOT = Path("/")
 SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """torch's names of the types whose FLOP/s can be measured, and the data sheets'."""
@@ -62,10 +61,9 @@ def named(name: str) -> Device:
         return detect()
     if name in DATA_SHEET:
         return DATA_SHEET[name]
-    known = [HOST, *DATA_SHEET]
-    near = get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UsageError(f"hardware {name!r} is unknown{hint}; known: {', '.join(known)}")
+    near = nearest_device(name)
+    hint = f" (did you mean {near!r}?)" if near else ""
+    raise UsageError(f"hardware {name!r} is unknown{hint}; known: {', '.join((HOST, *DATA_SHEET))}")
 
 
 def detect() -> Device:
@@ -81,9 +79,9 @@ def detect() -> Device:
 
 def fingerprint(device: Device) -> str:
     """Digest of what makes two measurements comparable: name, memory, threads, cache. Equal in every run."""
-    return device.model_copy(
-        update={"bandwidth_bytes_per_s": None, "peak_flops_per_s": {}, "source": ""}
-    ).digest()
+    machine = device.model_copy(update={"bandwidth_bytes_per_s": None, "peak_flops_per_s": {}, "source": ""})
+    # A price measures nothing, and keys of stored results hold this digest: a new price must not void them.
+    return digest(machine.model_dump(mode="json", exclude={"dollars_per_hour", "price_source"}))
 
 
 def with_measured(device: Device, speed: DeviceSpeed) -> Device:
@@ -170,6 +168,8 @@ def _gpu(properties: Any) -> Device:
         bandwidth_bytes_per_s=sheet.bandwidth_bytes_per_s if sheet else None,
         peak_flops_per_s=sheet.peak_flops_per_s if sheet else {},
         source=f"driver; speeds: {sheet.source}" if sheet else "driver",
+        dollars_per_hour=sheet.dollars_per_hour if sheet else None,
+        price_source=sheet.price_source if sheet else "",
     )
 
 

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipeline.meta_model import one_line
 from pipeline.values import Value
 
 CACHE_LAYERS = frozenset(
@@ -94,7 +95,7 @@ def cache_shape_from_config(config: Any) -> CacheShape | None:
     from transformers import DynamicCache
 
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(text, "kv_lora_rank", None) or not getattr(text, "num_attention_heads", None):
         return None
     growing: list[int] = []
     windows: dict[int, list[int]] = defaultdict(list)
@@ -110,11 +111,6 @@ def cache_shape_from_config(config: Any) -> CacheShape | None:
         else:
             return None
     return _summed(growing, windows, states, source="config")
-
-
-def one_line(error: BaseException) -> str:
-    """The start of an exception's message, without line breaks."""
-    return " ".join(str(error).split())[:300]
 
 
 def _head_values(config: Any) -> int:

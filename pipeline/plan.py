@@ -6,199 +6,120 @@ print(plan_table(plan))
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
-from pipeline.footprint import ShapeFacts, kv_bytes, kv_bytes_per_token, weight_bytes
-from pipeline.hardware import Device
-from pipeline.recipe import ExpandedRecipe, LoadedRecipe, VariantSpec
-from pipeline.roofline import (
-    break_even_batch,
-    capacity,
-    decode_ceiling_tokens_per_s,
-    dollars_per_million_tokens,
-    ops_per_byte,
-    prefill_ceiling_tokens_per_s,
-)
+from pipeline.advice import advice, prefill_share, what_ifs, workload_class
+from pipeline.data_sheet import Device
+from pipeline.errors import RecipeError
+from pipeline.fleet_plan import planned_fleet
+from pipeline.footprint import ShapeFacts, unreached_weights
+from pipeline.plan_values import HardwarePlan, Plan, VariantPlan
+from pipeline.recipe import ExpandedRecipe, LoadedRecipe
+from pipeline.roofline import ops_per_byte
 from pipeline.rules.max_quality_drop import MaxQualityDrop
 from pipeline.statistics import detectable_drop, documents_to_decide
-from pipeline.text_table import text_table
-from pipeline.values import Value
-
-USABLE_MEMORY_SHARE = 0.9
-"""Share of a device's memory that a run may use when the recipe names no budget."""
-
+from pipeline.step_times import MeasuredSteps
+from pipeline.traffic import Request
+from pipeline.variant_plan import PlanSetting, arithmetic_flops_per_s, roof_of, variant_plan
 
 ASSUMED_FLIP_RATE = 0.05
 """Share of answers that quantizing is taken to flip before anything is measured."""
 
 
-class HardwarePlan(Value):
-    """The device a plan is for."""
+def make_plan(
+    loaded: LoadedRecipe,
+    *,
+    recipe: ExpandedRecipe,
+    device: Device,
+    facts: ShapeFacts,
+    trace: Sequence[Request] = (),
+    measured_steps: Mapping[str, MeasuredSteps] | None = None,
+) -> Plan:
+    """Every variant on `device`, and the fleet where the recipe has traffic. Pure.
 
-    name: str
-    memory_bytes: int
-    bandwidth_bytes_per_s: float | None
-    peak_flops_per_s: dict[str, float]
-    ops_per_byte: dict[str, float]
-    source: str
-
-
-class VariantPlan(Value):
-    """One variant before it exists; a figure is None where the device's limit isn't known."""
-
-    name: str
-    precision: str
-    quantizer: str
-    engine: str
-    required: bool
-    weight_bytes_on_disk: int
-    weight_bytes_resident: int
-    bits_per_weight: float
-    bytes_read_per_token: int
-    kv_bytes_per_token: int | None
-    kv_bytes_at_context: int | None
-    fits: bool | None
-    max_batch: int | None
-    decode_ceiling_tokens_per_s: float | None
-    prefill_ceiling_tokens_per_s: float | None
-    break_even_batch: float | None
-    dollars_per_million_output_tokens: float | None
-
-
-class Plan(Value):
-    """`plan --json`."""
-
-    recipe: str
-    model: str
-    hardware: HardwarePlan
-    parameters: dict[str, int]
-    context_tokens: int
-    budget_bytes: int
-    workload_class: Literal["prefill-heavy", "decode-heavy", "balanced"] | None
-    advice: tuple[str, ...]
-    notes: tuple[str, ...]
-    variants: tuple[VariantPlan, ...]
-
-
-def make_plan(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, facts: ShapeFacts) -> Plan:
-    """Footprints and ceilings of every variant on `device`. Pure."""
-    context = recipe.capacity.context_tokens if recipe.capacity else _tokens(recipe)
-    budget = budget_bytes(recipe, device=device)
-    variants = tuple(
-        _variant_plan(variant, recipe=recipe, device=device, facts=facts, context=context, budget=budget)
-        for variant in recipe.ordered()
+    `trace` are the requests of the file that `traffic.trace` names; `measured_steps` are step times by
+    variant from a run on this device, which take the place of the roofline's in the fleet. Raises
+    RecipeError when a sequence is longer than the model allows.
+    """
+    setting = PlanSetting(
+        recipe=recipe,
+        device=device,
+        facts=facts,
+        trace=tuple(trace),
+        dollars_per_hour=recipe.cost.dollars_per_hour if recipe.cost else device.dollars_per_hour,
     )
+    _check_lengths(loaded, setting)
+    specs = recipe.ordered()
+    variants = _variants(setting, measured_steps or {})
+    planned_batch = _planned_batch(recipe, variants[0])
+    share = prefill_share(setting, roof_of(setting, specs[0]), batch_size=planned_batch)
     return Plan(
         recipe=str(loaded.path),
         model=recipe.model.id,
-        hardware=_hardware(device),
-        parameters={
-            "total": facts.parameters,
-            "embedding": facts.embedding_weights,
-            "head": facts.head_weights,
-            "linear": facts.linear_weights,
-            "other": facts.other_weights,
-            "read_per_token": facts.weights_read_per_token,
-        },
-        context_tokens=context,
-        budget_bytes=budget,
-        workload_class=_workload_class(recipe, variants[0]),
-        advice=_advice(variants),
-        notes=(*_cache_notes(facts), *_context_notes(facts, context), *quality_notes(recipe)),
+        hardware=_hardware(setting),
+        parameters=_parameters(facts),
+        traffic=_traffic(setting),
+        target_percentile=recipe.traffic.targets.percentile if recipe.traffic else None,
+        context_tokens=setting.context_tokens,
+        prompt_tokens=setting.prompt_tokens,
+        new_tokens=setting.new_tokens,
+        budget_bytes=setting.budget_bytes,
+        latency_limit_s=setting.latency_limit_s,
+        planned_batch=planned_batch,
+        workload_class=workload_class(share),
+        prefill_share=share,
+        advice=advice(setting, variants, specs),
+        what_ifs=what_ifs(setting, specs[0]),
+        notes=(*_cache_notes(facts), *facts.notes, *_reach_notes(setting), *quality_notes(recipe)),
         variants=variants,
     )
 
 
-def budget_bytes(recipe: ExpandedRecipe, *, device: Device) -> int:
-    """Memory a variant may use: the recipe's budget, else 0.9 × the device's memory."""
-    named = recipe.capacity.memory_budget_bytes if recipe.capacity else None
-    return named or int(USABLE_MEMORY_SHARE * device.memory_bytes)
+def _variants(setting: PlanSetting, measured_steps: Mapping[str, MeasuredSteps]) -> tuple[VariantPlan, ...]:
+    planned: list[VariantPlan] = []
+    for spec in setting.recipe.ordered():
+        one = variant_plan(setting, spec, baseline=planned[0] if planned else None)
+        fleet = planned_fleet(setting, spec, plan=one, measured=measured_steps.get(spec.name))
+        planned.append(one.model_copy(update={"fleet": fleet}))
+    return tuple(planned)
 
 
-def kv_element_bytes(variant: VariantSpec) -> int:
-    """Bytes of one cached value: the engine's arithmetic type, or the variant's own 32 or 16 bits."""
-    dtype = getattr(variant.engine, "compute_dtype", "auto")
-    return 4 if dtype == "float32" or (dtype == "auto" and variant.quantizer.precision == "fp32") else 2
-
-
-def _variant_plan(
-    variant: VariantSpec,
-    *,
-    recipe: ExpandedRecipe,
-    device: Device,
-    facts: ShapeFacts,
-    context: int,
-    budget: int,
-) -> VariantPlan:
-    weights = weight_bytes(facts, quantizer=variant.quantizer)
-    element = kv_element_bytes(variant)
-    at_context = kv_bytes(facts, context, element_bytes=element)
-    held = None
-    if at_context:
-        held = capacity(budget, weight_bytes=weights.resident, kv_bytes_per_sequence=at_context)
-    flops = _flops(device)
-    reading = weights.read_per_token + (kv_bytes(facts, _tokens(recipe), element_bytes=element) or 0)
-    decode = None
-    if device.bandwidth_bytes_per_s:
-        decode = decode_ceiling_tokens_per_s(device.bandwidth_bytes_per_s, read_bytes_per_step=reading)
-    full_batch_bytes = weights.read_per_token + (held or 0) * (at_context or 0)
-    assert variant.engine is not None
-    return VariantPlan(
-        name=variant.name,
-        precision=variant.quantizer.precision,
-        quantizer=variant.quantizer.kind,
-        engine=variant.engine.kind,
-        required=variant.required,
-        weight_bytes_on_disk=weights.on_disk,
-        weight_bytes_resident=weights.resident,
-        bits_per_weight=weights.bits_per_weight,
-        bytes_read_per_token=weights.read_per_token,
-        kv_bytes_per_token=kv_bytes_per_token(facts, element_bytes=element),
-        kv_bytes_at_context=at_context,
-        fits=None if held is None else held >= 1,
-        max_batch=held,
-        decode_ceiling_tokens_per_s=decode,
-        prefill_ceiling_tokens_per_s=prefill_ceiling_tokens_per_s(
-            flops, weights_read_per_token=facts.weights_read_per_token
+def _check_lengths(loaded: LoadedRecipe, setting: PlanSetting) -> None:
+    """Sequences beyond the model's limit; GPT-2 and the like would fail on them after hours of work."""
+    limit = setting.facts.context_tokens
+    if limit is None:
+        return
+    lengths = {
+        "capacity.context_tokens": setting.context_tokens,
+        "workload.prompt_tokens + workload.new_tokens": setting.prompt_tokens + setting.new_tokens,
+        "traffic (longest request)": setting.longest_request_tokens,
+    }
+    wrong = [f"{key} is {tokens}" for key, tokens in lengths.items() if tokens > limit]
+    if wrong:
+        raise RecipeError(
+            f"{loaded.path}: {'; '.join(wrong)}: longer than the model's limit of {limit} tokens "
+            "(max_position_embeddings); shorten it"
         )
-        if flops
-        else None,
-        break_even_batch=_break_even(device, flops, bits=weights.bits_per_weight),
-        dollars_per_million_output_tokens=_price(
-            recipe, device=device, facts=facts, batch_size=held, read_bytes_per_step=full_batch_bytes
-        ),
-    )
 
 
-def _price(
-    recipe: ExpandedRecipe,
-    *,
-    device: Device,
-    facts: ShapeFacts,
-    batch_size: int | None,
-    read_bytes_per_step: int,
-) -> float | None:
-    """Dollars per million output tokens when the largest batch that fits decodes at its ceiling."""
-    if recipe.cost is None or not device.bandwidth_bytes_per_s or not batch_size:
-        return None
-    best = decode_ceiling_tokens_per_s(
-        device.bandwidth_bytes_per_s,
-        read_bytes_per_step=read_bytes_per_step,
-        batch_size=batch_size,
-        peak_flops_per_s=_flops(device),
-        weights_read_per_token=facts.weights_read_per_token,
-    )
-    return dollars_per_million_tokens(best, dollars_per_hour=recipe.cost.dollars_per_hour)
+def _planned_batch(recipe: ExpandedRecipe, baseline: VariantPlan) -> int:
+    """The largest of the recipe's batch sizes that the baseline holds."""
+    sizes = recipe.speed.batch_sizes if recipe.speed else (1,)
+    held = max(sizes) if baseline.max_batch is None else baseline.max_batch
+    return max((size for size in sizes if size <= held), default=1)
 
 
-def _break_even(device: Device, flops: float | None, *, bits: float) -> float | None:
-    if not flops or not device.bandwidth_bytes_per_s:
-        return None
-    ridge = ops_per_byte(flops, bandwidth_bytes_per_s=device.bandwidth_bytes_per_s)
-    return break_even_batch(ridge, bytes_per_weight=bits / 8)
+def _parameters(facts: ShapeFacts) -> dict[str, int]:
+    return {
+        "total": facts.parameters,
+        **facts.parts.model_dump(),
+        "linear": facts.linear_weights,
+        "read_per_token": facts.weights_read_per_token,
+    }
 
 
-def _hardware(device: Device) -> HardwarePlan:
+def _hardware(setting: PlanSetting) -> HardwarePlan:
+    device = setting.device
     ratios = {}
     if device.bandwidth_bytes_per_s:
         ratios = {
@@ -211,62 +132,46 @@ def _hardware(device: Device) -> HardwarePlan:
         bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
         peak_flops_per_s=device.peak_flops_per_s,
         ops_per_byte=ratios,
+        arithmetic_flops_per_s=arithmetic_flops_per_s(device),
+        dollars_per_hour=setting.dollars_per_hour,
+        price_source="the recipe" if setting.recipe.cost else device.price_source,
         source=device.source,
     )
 
 
-def _flops(device: Device) -> float | None:
-    """Peak of the 16-bit arithmetic that weight-only quantization computes in; a CPU's fastest type."""
-    peaks = device.peak_flops_per_s
-    if device.kind == "cpu":
-        return max(peaks.values(), default=None)
-    return peaks.get("fp16") or peaks.get("bf16")
-
-
-def _tokens(recipe: ExpandedRecipe) -> int:
-    return recipe.workload.prompt_tokens + recipe.workload.new_tokens
-
-
-def _workload_class(
-    recipe: ExpandedRecipe, baseline: VariantPlan
-) -> Literal["prefill-heavy", "decode-heavy", "balanced"] | None:
-    """By the roofline's time at batch 1; two thirds of the time make a phase the heavy one."""
-    if not baseline.prefill_ceiling_tokens_per_s or not baseline.decode_ceiling_tokens_per_s:
+def _traffic(setting: PlanSetting) -> str | None:
+    """The traffic and its targets in one line."""
+    traffic = setting.recipe.traffic
+    if traffic is None:
         return None
-    prefill_s = recipe.workload.prompt_tokens / baseline.prefill_ceiling_tokens_per_s
-    decode_s = recipe.workload.new_tokens / baseline.decode_ceiling_tokens_per_s
-    share = prefill_s / (prefill_s + decode_s)
-    return "prefill-heavy" if share > 2 / 3 else "decode-heavy" if share < 1 / 3 else "balanced"
-
-
-def _advice(variants: tuple[VariantPlan, ...]) -> tuple[str, ...]:
-    baseline, *candidates = variants
-    advice = []
-    if baseline.break_even_batch and baseline.max_batch:
-        useful = max(1, min(int(baseline.break_even_batch), baseline.max_batch))
-        limit = "memory" if baseline.max_batch < baseline.break_even_batch else "arithmetic"
-        advice.append(f"batching: up to {useful} requests share a weight read ({limit} ends it), nearly free")
-    for variant in candidates:
-        gain = baseline.bytes_read_per_token / variant.bytes_read_per_token
-        held = (
-            f", {variant.max_batch} sequences instead of {baseline.max_batch}"
-            if variant.max_batch is not None
-            else ""
-        )
-        advice.append(
-            f"{variant.name}: reads {gain:.2f} × fewer bytes a token{held}; quality must be measured"
-        )
-    return tuple(advice)
+    source = (
+        f"{len(setting.trace)} requests of {traffic.trace}"
+        if setting.trace
+        else f"{traffic.requests_per_s:g} requests/s"
+    )
+    limits = {"TTFT": traffic.targets.ttft_s, "TPOT": traffic.targets.tpot_s}
+    kept = [f"{name} ≤ {1e3 * limit:g} ms" for name, limit in limits.items() if limit is not None]
+    if not kept:
+        return f"{source}, keeping up"
+    return f"{source}, {' and '.join(kept)} for {traffic.targets.percentile:g} % of them"
 
 
 def _cache_notes(facts: ShapeFacts) -> tuple[str, ...]:
     return (f"KV cache: estimate unavailable: {facts.cache_unavailable}",) if facts.cache is None else ()
 
 
-def _context_notes(facts: ShapeFacts, context: int) -> tuple[str, ...]:
-    if facts.context_tokens is None or context <= facts.context_tokens:
-        return ()
-    return (f"the context of {context} tokens is longer than the model's limit of {facts.context_tokens}",)
+def _reach_notes(setting: PlanSetting) -> list[str]:
+    """Quantizers that would leave a part of the model's block weights as they are."""
+    notes = []
+    for spec in setting.recipe.ordered():
+        unreached = unreached_weights(setting.facts, quantizer=spec.quantizer)
+        if unreached:
+            share = unreached / setting.facts.linear_weights
+            notes.append(
+                f"{spec.name}: {spec.quantizer.kind} leaves {100 * share:.0f} % of the block weights as they are "
+                "(experts in one tensor); the sizes are those of its format over all of them"
+            )
+    return notes
 
 
 def quality_notes(recipe: ExpandedRecipe) -> tuple[str, ...]:
@@ -300,56 +205,3 @@ def _margin_note(rule: MaxQualityDrop, limit: int | None, tasks: list[str]) -> s
     margin = detectable_drop(limit, flip_rate=ASSUMED_FLIP_RATE, confidence=rule.confidence)
     decides = f", they decide a margin of {100 * margin:.1f} points" if margin is not None else ""
     return f"{start}; {limit} are used: likely inconclusive{decides}. Raise quality.limit or the margin"
-
-
-# --- for people ------------------------------------------------------------------------------------------
-
-
-def plan_table(plan: Plan) -> str:
-    """The plan as text for a terminal."""
-    hardware = plan.hardware
-    lines = [
-        f"{plan.model} on {hardware.name}: {hardware.memory_bytes / 1e9:.1f} GB memory"
-        + (f", {hardware.bandwidth_bytes_per_s / 1e9:.0f} GB/s" if hardware.bandwidth_bytes_per_s else "")
-        + f" ({hardware.source})",
-        f"{plan.parameters['total']:,} parameters; budget {plan.budget_bytes / 1e9:.2f} GB; "
-        f"context {plan.context_tokens} tokens" + (f"; {plan.workload_class}" if plan.workload_class else ""),
-        "",
-        text_table(
-            (
-                "variant",
-                "stored by",
-                "weights GB",
-                "bits/weight",
-                "KV MB/seq",
-                "fits",
-                "max batch",
-                "decode ≤ tok/s",
-                "break-even batch",
-            ),
-            [
-                (
-                    variant.name,
-                    variant.quantizer,
-                    f"{variant.weight_bytes_resident / 1e9:.2f}",
-                    f"{variant.bits_per_weight:.2f}",
-                    _shown(variant.kv_bytes_at_context, 1e6, ".1f"),
-                    {True: "yes", False: "no", None: "?"}[variant.fits],
-                    _shown(variant.max_batch, 1, "d"),
-                    _shown(variant.decode_ceiling_tokens_per_s, 1, ".1f"),
-                    _shown(variant.break_even_batch, 1, ".0f"),
-                )
-                for variant in plan.variants
-            ],
-        ),
-    ]
-    for title, items in (("Advice", plan.advice), ("Notes", plan.notes)):
-        if items:
-            lines += ["", f"{title}:", *(f"  - {item}" for item in items)]
-    return "\n".join(lines)
-
-
-def _shown(value: float | None, unit: float, form: str) -> str:
-    if value is None:
-        return "?"
-    return format(int(value) if form == "d" else value / unit, form)

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from pipeline.device_file import device_named
 from pipeline.engines.transformers import stored_dtype
 from pipeline.footprint import ShapeFacts, cached_shape_facts, kv_bytes, weight_bytes
-from pipeline.hardware import Device, named
+from pipeline.hardware import Device
 from pipeline.model_source import hub_is_offline, read_config, source_problems
-from pipeline.plan import USABLE_MEMORY_SHARE, budget_bytes, kv_element_bytes
 from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, VariantSpec
 from pipeline.results import Problem
 from pipeline.store import Store
 from pipeline.task_checks import check as check_tasks
 from pipeline.tasks import QualityRequest
+from pipeline.variant_plan import USABLE_MEMORY_SHARE, budget_bytes, compute_bytes, kv_element_bytes
 
 DEFAULT_DATA_FOLDER = ".assets/evals"
 
@@ -77,7 +78,7 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
     request = quality_request(loaded, recipe)
     problems = [
         *_store_problems(store),
-        *_hardware_problems(recipe, device),
+        *_hardware_problems(loaded, recipe, device),
         *_plugin_problems(recipe, device),
         *source_problems(loaded),
         *(_size_problems(recipe, device, facts, store=store) if facts else ()),
@@ -123,10 +124,10 @@ def _store_problems(store: Store) -> Iterator[Problem]:
         )
 
 
-def _hardware_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
+def _hardware_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
     if recipe.hardware == "host":
         return
-    wanted = named(recipe.hardware)
+    wanted = device_named(recipe.hardware, folder=loaded.path.resolve().parent)
     if wanted.kind != device.kind:
         yield Problem(
             what=f"the recipe is for {wanted.name} ({wanted.memory_bytes / 1e9:.0f} GB, {wanted.kind}); "
@@ -148,7 +149,7 @@ def _size_problems(
     on_disk = 2 * facts.parameters if recipe.model.weights == "random" else 0
     tokens = recipe.workload.prompt_tokens + recipe.workload.new_tokens
     for variant in recipe.variants:
-        weights = weight_bytes(facts, quantizer=variant.quantizer)
+        weights = weight_bytes(facts, quantizer=variant.quantizer, compute_bytes=compute_bytes(variant))
         on_disk += weights.on_disk
         cache = kv_bytes(facts, tokens, element_bytes=kv_element_bytes(variant)) or 0
         if weights.resident + cache > device.memory_bytes:

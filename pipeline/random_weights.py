@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.errors import PrerequisiteError
+from pipeline.meta_model import empty_model, parse_config
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +31,12 @@ def write_random_checkpoint(
 ) -> Written:
     """Write config.json, safetensors shards and their index into `out`; 16-bit unless the config says else.
 
-    Raises PrerequisiteError when this version of transformers doesn't know the architecture.
+    Raises PrerequisiteError when this version of transformers doesn't know the architecture, RecipeError when
+    the config is incomplete or contradicts itself.
     """
     import torch
 
-    model = _meta_model(config)
+    model = _empty_model(config, source="config")
     total = sum(parameter.numel() for parameter in model.parameters())
     torch.manual_seed(seed)
     writer = _ShardWriter(out, shard_bytes=shard_bytes)
@@ -49,21 +50,11 @@ def write_random_checkpoint(
     return Written(files=files, parameters=total)
 
 
-def _meta_model(config: dict[str, Any]) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    try:
-        parsed = AutoConfig.for_model(config["model_type"], **fields)
-    except (KeyError, ValueError) as error:
-        raise PrerequisiteError(f"transformers can't build this architecture: {error}") from None
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
+def _empty_model(config: dict[str, Any], *, source: str) -> Any:
+    parsed = parse_config(config, source=source).config
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     parsed.dtype = dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
-    model.tie_weights()
-    return model
+    return empty_model(parsed, source=source, dtype=dtype)
 
 
 def _initialised(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,10 +20,12 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pipeline.data_sheet import DATA_SHEET
 from pipeline.engines.base import Engine
 from pipeline.errors import RecipeError
+from pipeline.fleet import Targets
 from pipeline.plugins import plugin_classes
 from pipeline.quantizers.base import Quantizer
 from pipeline.recipe_faults import ONE_FORM, cross_faults, schema_faults
 from pipeline.rules.base import Rule
+from pipeline.traffic import Distribution
 from pipeline.values import Value
 from pipeline.yaml_document import Document, Fault, dotted, parse, read_text
 
@@ -129,6 +131,37 @@ class CostSpec(Value):
     dollars_per_hour: Annotated[float, Field(gt=0)]
 
 
+class Efficiency(Value):
+    """What serving is taken to reach of the device's limits before anything is measured.
+
+    A step takes its floor at these shares of bandwidth and FLOP/s, and `overhead_s_per_layer` besides: published
+    engines lose about the same time on every layer, whatever the precision (docs/predictions.md).
+    """
+
+    bandwidth: Annotated[float, Field(gt=0, le=1)] = 1.0
+    flops: Annotated[float, Field(gt=0, le=1)] = 0.6
+    overhead_s_per_layer: Annotated[float, Field(ge=0)] = 1e-4
+
+
+class TrafficSpec(Value):
+    """The requests to serve, for the fleet that `plan` simulates: drawn from distributions, or a trace file.
+
+    A device runs continuous batching with a paged KV cache: at most `max_sequences` at once, at most
+    `max_batch_tokens` tokens a step, pages of `block_tokens`.
+    """
+
+    requests_per_s: Annotated[float, Field(gt=0)] | None = None
+    prompt_tokens: Distribution | None = None
+    new_tokens: Distribution | None = None
+    trace: Annotated[str, Field(min_length=1)] | None = None
+    targets: Targets = Targets()
+    efficiency: Efficiency = Efficiency()
+    block_tokens: Positive = 16
+    max_batch_tokens: Positive = 2048
+    max_sequences: Positive = 256
+    seed: Seed = 1234
+
+
 class Recipe(Value):
     """A model, its variants, what is measured of them and the gate."""
 
@@ -142,6 +175,7 @@ class Recipe(Value):
     capacity: CapacitySpec | None = None
     quality: QualitySpec | None = None
     cost: CostSpec | None = None
+    traffic: TrafficSpec | None = None
     gate: Annotated[tuple[AnyRule, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -186,6 +220,7 @@ class ExpandedRecipe(Value):
     capacity: CapacitySpec | None
     quality: QualitySpec | None
     cost: CostSpec | None
+    traffic: TrafficSpec | None
     gate: tuple[AnyRule, ...]
 
     def ordered(self) -> tuple[VariantSpec, ...]:
@@ -253,7 +288,17 @@ def json_schema() -> dict[str, Any]:
         "minItems": 1,
         "items": {"enum": forms},
     }
-    schema["properties"]["hardware"] = {"enum": ["host", *DATA_SHEET], "default": "host"}
+    schema["properties"]["hardware"] = {
+        "default": "host",
+        "anyOf": [
+            {"enum": ["host", *DATA_SHEET]},
+            {
+                "type": "string",
+                "pattern": r"/|\.ya?ml$",
+                "description": "a device file, relative to the recipe",
+            },
+        ],
+    }
     schema["oneOf"] = [{"required": ["precisions"]}, {"required": ["variants"]}]
     variant = schema["$defs"]["VariantSpec"]
     variant["required"] = ["name"]
@@ -302,9 +347,21 @@ def _long_form(data: dict[str, Any]) -> dict[str, Any]:
     data = dict(data)
     if isinstance(data.get("model"), str):
         data["model"] = {"id": data["model"]}
+    if isinstance(data.get("traffic"), dict):
+        data["traffic"] = _long_traffic(data["traffic"])
     if isinstance(data.get("variants"), list):
         data["variants"] = [_long_variant(variant) for variant in data["variants"]]
     return data
+
+
+def _long_traffic(traffic: dict[str, Any]) -> dict[str, Any]:
+    """A length that is one number means that every request has it."""
+    fixed = {
+        key: {"distribution": "fixed", "tokens": traffic[key]}
+        for key in ("prompt_tokens", "new_tokens")
+        if type(traffic.get(key)) is int
+    }
+    return {**traffic, **fixed}
 
 
 def _long_variant(variant: Any) -> Any:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.data_sheet import DATA_SHEET
+from pipeline.data_sheet import DATA_SHEET, is_device_file, nearest_device
 from pipeline.plugins import plugin_classes
 from pipeline.yaml_document import Document, Fault, KeyPath, shortened
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-ONE_FORM = "give either 'precisions' (short form) or 'variants' (long form)"
+ONE_FORM = (
+    "give either 'precisions' (short form) or 'variants' (long form): without a precision, "
+    "a model's size and whether it fits are undefined"
+)
 
 
 def nearest(name: str, allowed: Sequence[Any]) -> str:
@@ -48,7 +51,7 @@ def schema_faults(
     """One fault for each of pydantic's errors that isn't an echo of one that is `known`."""
     faults = []
     for item in error.errors(include_url=False):
-        path = _path_in_file(item["loc"], data)
+        path = _as_written(_path_in_file(item["loc"], data), document.data)
         if _is_echo(item, path, known=known):
             continue
         message = _message(item, path, schema=schema, data=data, written=document.numbers.get(path))
@@ -81,10 +84,23 @@ def _path_in_file(location: tuple[int | str, ...], data: Any) -> KeyPath:
             isinstance(here, list) and isinstance(part, int) and part < len(here)
         ):
             here = here[part]  # type: ignore[index]
-        elif not last or (isinstance(here, dict) and here.get("kind") == part) or not isinstance(here, dict):
+        elif not last or not isinstance(here, dict) or part in (here.get("kind"), here.get("distribution")):
             continue  # a tag of a union, not a key of the file
         path.append(part)
     return tuple(path)
+
+
+def _as_written(path: KeyPath, data: Any) -> KeyPath:
+    """The part of a long form's path that stands in the file, where a short form may end earlier."""
+    here = data
+    for index, part in enumerate(path):
+        if isinstance(here, dict):
+            here = here.get(part)
+        elif isinstance(here, list) and isinstance(part, int):
+            here = here[part] if part < len(here) else None
+        else:
+            return path if here is None else path[:index]
+    return path
 
 
 def _message(
@@ -101,7 +117,8 @@ def _message(
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _kind_message(item, context)
     if kind in ("literal_error", "enum"):
-        allowed = re.findall(r"'([^']*)'", context.get("expected", ""))
+        expected = context.get("expected", "")
+        allowed = re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
         return f"{shown} is not allowed{nearest(str(item['input']), allowed)}"
     if kind == "value_error":
         return str(context["error"])
@@ -131,9 +148,12 @@ def _is_short_scalar(value: Any) -> bool:
 
 def _kind_message(item: Any, context: dict[str, Any]) -> str:
     allowed = re.findall(r"'([^']*)'", context.get("expected_tags", ""))
-    if item["type"] == "union_tag_not_found":
+    key = context["discriminator"].strip("'")
+    if item["type"] == "union_tag_invalid":
+        return f"unknown {key} {_shown(context['tag'])}{nearest(context['tag'], allowed)}"
+    if key == "kind":
         return "the key 'kind' is missing; see `python -m pipeline kinds`"
-    return f"unknown kind {_shown(context['tag'])}{nearest(context['tag'], allowed)}"
+    return f"the key {key!r} is missing; it names one of fixed, uniform, lognormal"
 
 
 def _allowed_keys(path: KeyPath, *, schema: dict[str, Any], data: Any) -> list[str]:
@@ -176,9 +196,11 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_limit_faults(data),
         *_random_weight_faults(data),
         *_length_faults(data),
+        *_traffic_faults(data),
         *_repetition_faults(data),
     ]
-    return [Fault(path, document.line(path), message) for path, message in found]
+    unread = {fault.path for fault in document.faults}
+    return [Fault(path, document.line(path), message) for path, message in found if path not in unread]
 
 
 Found = Iterator[tuple[KeyPath, str]]
@@ -200,8 +222,15 @@ def _form_faults(data: dict[str, Any]) -> Found:
 def _hardware_faults(data: dict[str, Any]) -> Found:
     name = data.get("hardware", "host")
     known = ("host", *DATA_SHEET)
-    if isinstance(name, str) and name not in known:
-        yield ("hardware",), f"{_shown(name)} is not a device with a data sheet here{nearest(name, known)}"
+    if not isinstance(name, str) or name in known or is_device_file(name):
+        return
+    near = nearest_device(name)
+    hint = f"; did you mean {near!r}?" if near else ""
+    yield (
+        ("hardware",),
+        f"{_shown(name)} is not a device with a data sheet here{hint} (allowed: {', '.join(known)}, "
+        "or a device file such as ./my-box.yaml)",
+    )
 
 
 def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
@@ -327,6 +356,31 @@ def _length_faults(data: dict[str, Any]) -> Found:
     if isinstance(context, int) and isinstance(new, int) and not isinstance(context, bool) and context <= new:
         message = f"{_shown(context)} tokens hold no prompt beside workload.new_tokens: {_shown(new)}; make it larger"
         yield ("capacity", "context_tokens"), message
+
+
+def _traffic_faults(data: dict[str, Any]) -> Found:
+    traffic = data.get("traffic")
+    if not isinstance(traffic, dict):
+        return
+    drawn = [key for key in ("requests_per_s", "prompt_tokens", "new_tokens") if traffic.get(key) is not None]
+    if traffic.get("trace") is not None:
+        for key in drawn:
+            yield ("traffic", key), "stands beside a trace, which holds it already; keep one of them"
+    else:
+        for key in ("requests_per_s", "prompt_tokens", "new_tokens"):
+            if key not in drawn:
+                yield ("traffic", key), "is missing; give it, or a trace file (traffic.trace)"
+    most, tokens = traffic.get("max_sequences", 256), traffic.get("max_batch_tokens", 2048)
+    if isinstance(most, int) and isinstance(tokens, int) and most > tokens > 0:
+        message = (
+            f"{_shown(most)} sequences decode a token each, more than max_batch_tokens: {_shown(tokens)}"
+        )
+        yield ("traffic", "max_sequences"), message
+    targets = traffic.get("targets")
+    if isinstance(targets, dict) and not (
+        {"ttft_s", "tpot_s"} & {key for key in targets if targets[key] is not None}
+    ):
+        yield ("traffic", "targets"), "holds no limit; give ttft_s, tpot_s or both, in seconds"
 
 
 def _repetition_faults(data: dict[str, Any]) -> Found:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.gate import judge_all
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
+from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
 from pipeline.results import (
     CapacityResult,
     DeviceSpeed,
@@ -230,6 +231,9 @@ def markdown(report: Report) -> str:
             text_columns=("rule", "outcome", "unit", "because"),
         ),
     ]
+    planned = _planned_markdown(report)
+    if planned:
+        parts += ["## Planned and measured", planned]
     notes = [f"- {variant.name}: {note}" for variant in report.variants for note in _notes(variant)]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
@@ -261,6 +265,12 @@ def _notes(variant: VariantReport) -> list[str]:
         notes += variant.quality.notes
         notes += [f"{name}: {note}" for name, task in variant.quality.tasks.items() for note in task.notes]
     return [*notes, *(f"{failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures)]
+
+
+def _planned_markdown(report: Report) -> str:
+    """What was planned from shapes and the device's measured limits, beside what came out."""
+    rows = table_rows((variant.name, variant.planned) for variant in report.variants)
+    return markdown_table(HEADER, rows, text_columns=TEXT_COLUMNS) if rows else ""
 
 
 def _reconciled(capacity: CapacityResult) -> str:

@@ -339,6 +339,21 @@ class Finding(Value):
     because: str
 
 
+class Reconciliation(Value):
+    """One planned figure beside the measured one; `because` explains a difference of more than 10 %."""
+
+    figure: str
+    unit: str
+    predicted: float
+    measured: float
+    because: str
+
+    @property
+    def ratio(self) -> float:
+        """Measured ÷ predicted."""
+        return self.measured / self.predicted
+
+
 class CostResult(Value):
     """Price of a million output tokens at the best measured batch; $/h ÷ (tok/s × 3600) × 1e6."""
 
@@ -361,6 +376,7 @@ class VariantResults(Value):
     capacity: CapacityResult | None = None
     quality: QualityResult | None = None
     cost: CostResult | None = None
+    planned: tuple[Reconciliation, ...] = ()
     failures: tuple[StageFailure, ...] = ()
     validity: tuple[str, ...] = ()
 

@@ -50,7 +50,7 @@ def decode_ceiling_tokens_per_s(
 def prefill_ceiling_tokens_per_s(peak_flops_per_s: float, *, weights_read_per_token: int) -> float:
     """Most prompt tokens per second: peak FLOP/s ÷ 2 FLOPs for each weight that a token uses.
 
-    Attention's own FLOPs, which grow with the context, are left out: the ceiling is never too low. The factor
+    Attention's own FLOPs, which grow with the context, are left out. The factor
     2 is a multiply and an add (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
     """
     _positive(peak_flops_per_s=peak_flops_per_s, weights_read_per_token=weights_read_per_token)
@@ -71,6 +71,36 @@ def break_even_batch(device_ops_per_byte: float, *, bytes_per_weight: float) -> 
     """
     _positive(device_ops_per_byte=device_ops_per_byte, bytes_per_weight=bytes_per_weight)
     return device_ops_per_byte * bytes_per_weight / 2
+
+
+def arithmetic_intensity(batch_size: float, *, bytes_per_weight: float) -> float:
+    """FLOPs a decode step does for each byte of weights it reads: batch × 2 ÷ bytes per weight."""
+    _positive(batch_size=batch_size, bytes_per_weight=bytes_per_weight)
+    return batch_size * 2 / bytes_per_weight
+
+
+def attended_pairs(tokens: int, *, window_tokens: int | None = None) -> int:
+    """(query, key) pairs of causal attention over `tokens` tokens: each token sees itself and those before it.
+
+    With a window each sees at most `window_tokens`, itself included.
+    """
+    window = tokens if window_tokens is None else min(tokens, window_tokens)
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def step_floor_s(
+    *, read_bytes: float, flops: float, bandwidth_bytes_per_s: float, peak_flops_per_s: float | None
+) -> float:
+    """Shortest time of a forward pass: the longer of reading its bytes and doing its FLOPs, fully overlapped.
+
+    Without a known peak only reading counts, which is right for small batches.
+    """
+    _positive(read_bytes=read_bytes, flops=flops, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    reading_s = read_bytes / bandwidth_bytes_per_s
+    if peak_flops_per_s is None:
+        return reading_s
+    _positive(peak_flops_per_s=peak_flops_per_s)
+    return max(reading_s, flops / peak_flops_per_s)
 
 
 def bandwidth_share(steps_per_s: float, *, read_bytes_per_step: float, bandwidth_bytes_per_s: float) -> float:

@@ -19,6 +19,7 @@ from pipeline.checkpoint import read_manifest, verify
 from pipeline.errors import PipelineError, PrerequisiteError, StageError
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.model_source import read_config, source_record, trained_folder
+from pipeline.planning import MEASURED_DEVICE
 from pipeline.preflight import Preflight, preflight
 from pipeline.processes import WorkerError, run_stage
 from pipeline.progress import Progress, Step
@@ -44,9 +45,6 @@ from pipeline.stages import (
 from pipeline.store import Store
 from pipeline.tasks import inputs_digest
 from pipeline.values import AnyValue, Value
-
-MEASURED_DEVICE = "measured-device"
-"""Where the store keeps a machine's last measured limits, which only `plan` reads."""
 
 
 @dataclass

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 Rows = Sequence[Sequence[str]]
 
 
-def text_table(header: Sequence[str], rows: Rows) -> str:
-    """Aligned columns, two spaces between them."""
+def text_table(header: Sequence[str], rows: Rows, *, text_columns: Sequence[str] = ()) -> str:
+    """Columns two spaces apart; figures are aligned right, the first column and `text_columns` left."""
     table = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if name in (header[0], *text_columns) else cell.rjust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
         ).rstrip()
         for row in table
     )

@@ -13,7 +13,7 @@ from pipeline.engines.transformers import Transformers, TransformersSession
 from pipeline.errors import CheckpointError, StageError
 from pipeline.footprint import kv_bytes, shape_facts
 from pipeline.measure import random_prompts
-from pipeline.quantizers.base import Quantizer, StoredWeight
+from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
 from pipeline.quantizers.native import Native
 from pipeline.results import Problem
 from tests.tiny_models import write_llama, write_tokenizer
@@ -244,8 +244,11 @@ class Scattered(Quantizer):
         norm.weight = torch.nn.Parameter(torch.empty(64, device="meta"), requires_grad=False)
         return loaded
 
-    def predicted_bytes(self, out_features: int, in_features: int) -> int:
-        return 2 * out_features * in_features
+    def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
+        return StoredBytes(packed=2 * out_features * in_features)
+
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> StoredBytes:
+        return StoredBytes(packed=float_bytes * out_features * in_features)
 
     @property
     def other_bytes_per_weight(self) -> float:

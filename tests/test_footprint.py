@@ -3,65 +3,56 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from pipeline.errors import PrerequisiteError, RecipeError
+from pipeline.block_weights import MatrixKind
 from pipeline.footprint import (
-    ShapeFacts,
     bytes_read_per_step,
     cached_shape_facts,
     kv_bytes,
     kv_bytes_per_token,
     shape_facts,
     weight_bytes,
+    weight_reads,
 )
 from pipeline.kv_cache import cache_shape_from_config
 from pipeline.plugins import plugin_classes
+from pipeline.quantizers.base import Quantizer, StoredBytes, group_wise
+from tests.model_configs import (
+    GPT2_SMALL,
+    TINY,
+    TINY_EXPERTS,
+    TINY_GPT2,
+    TINY_LLAMA,
+    architecture,
+    published,
+)
+from tests.quantizer_samples import every_quantizer
 from tests.tiny_models import write_llama
-
-ARCHITECTURES = Path(__file__).parent.parent / "recipes" / "architectures"
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-}
-TINY_LLAMA = {**TINY, "model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": True}
-TINY_GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000}
-GPT2_SMALL = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-TINY_EXPERTS = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 256,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "tie_word_embeddings": False,
-}
 
 
 class Bits:
     """A quantizer that stores `bits` a weight and an FP16 scale for each group of a row."""
 
+    quantizable: ClassVar[frozenset[MatrixKind]] = frozenset(("linear", "conv1d", "experts"))
+
     def __init__(self, bits: int, group_size: int | None = None) -> None:
         self.bits, self.group_size = bits, group_size
 
-    def predicted_bytes(self, out_features: int, in_features: int) -> int:
-        groups = math.ceil(in_features / self.group_size) if self.group_size else 0
-        return out_features * in_features * self.bits // 8 + 2 * out_features * groups
+    def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
+        scale_bytes = 2 if self.group_size else 0
+        return group_wise(
+            out_features, in_features, bits=self.bits, group_size=self.group_size, scale_bytes=scale_bytes
+        )
+
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> StoredBytes:
+        del float_bytes
+        return self.predicted_parts(out_features, in_features)
 
     @property
     def other_bytes_per_weight(self) -> float:
@@ -69,21 +60,6 @@ class Bits:
 
 
 FP16, INT8, INT4 = Bits(16), Bits(8), Bits(4, 128)
-
-
-def architecture(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((ARCHITECTURES / f"{name}.json").read_text())
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def qwen_27b() -> ShapeFacts:
-    return shape_facts(architecture("qwen3.6-27b"))
-
-
-@pytest.fixture(scope="module")
-def gemma_27b() -> ShapeFacts:
-    return shape_facts(architecture("gemma-3-27b-it"))
 
 
 def test_a_tied_head_is_counted_once() -> None:
@@ -96,41 +72,68 @@ def test_a_tied_head_is_counted_once() -> None:
     assert weight_bytes(llama, quantizer=FP16).on_disk == 112_512
 
 
-def test_the_parts_add_up_to_the_parameters(qwen_27b: ShapeFacts, gemma_27b: ShapeFacts) -> None:
-    for facts in (qwen_27b, gemma_27b, shape_facts(TINY_EXPERTS), shape_facts(TINY_GPT2)):
-        parts = facts.linear_weights + facts.embedding_weights + facts.head_weights + facts.other_weights
-        assert parts == facts.parameters
-
-
-def test_an_untied_embedding_is_resident_but_not_read(qwen_27b: ShapeFacts) -> None:
-    assert qwen_27b.parameters == 26_895_998_464
-    assert qwen_27b.embedding_weights == qwen_27b.head_weights == 1_271_398_400
-    stored = weight_bytes(qwen_27b, quantizer=FP16)
+def test_an_untied_embedding_is_resident_but_not_read() -> None:
+    assert published("qwen3.6-27b").parameters == 26_895_998_464
+    assert (
+        published("qwen3.6-27b").embedding_weights == published("qwen3.6-27b").head_weights == 1_271_398_400
+    )
+    stored = weight_bytes(published("qwen3.6-27b"), quantizer=FP16)
     assert stored.on_disk == stored.resident == 2 * 26_895_998_464
     assert stored.read_per_token == 2 * (26_895_998_464 - 1_271_398_400)
     assert stored.bits_per_weight == 16
 
 
-def test_a_tied_embedding_is_read_as_the_head(gemma_27b: ShapeFacts) -> None:
-    assert gemma_27b.parameters == 27_009_346_304
-    assert (gemma_27b.embedding_weights, gemma_27b.tied) == (1_409_630_208, True)
-    stored = weight_bytes(gemma_27b, quantizer=FP16)
+def test_a_tied_embedding_is_read_as_the_head() -> None:
+    assert published("gemma-3-27b-it").parameters == 27_009_346_304
+    assert (published("gemma-3-27b-it").embedding_weights, published("gemma-3-27b-it").tied) == (
+        1_409_630_208,
+        True,
+    )
+    stored = weight_bytes(published("gemma-3-27b-it"), quantizer=FP16)
     assert stored.read_per_token == stored.on_disk == 54_018_692_608
 
 
-def test_learned_positions_are_resident_but_not_read() -> None:
-    facts = shape_facts(GPT2_SMALL)
-    assert facts.unread_weights == 1024 * 768
-    assert facts.weights_read_per_token == facts.parameters - 1024 * 768
-    assert facts.linear_weights == 12 * 12 * 768 * 768  # GPT-2's transposed projections are linear weights
+@pytest.mark.parametrize(
+    ("weights", "gigabytes"), [(27 * 10**9, (54.0, 27.0, 13.5)), (671 * 10**9, (1342, 671, 335.5))]
+)
+def test_bits_times_weights_are_the_bytes_without_scales(weights: int, gigabytes: tuple[float, ...]) -> None:
+    sizes = [Bits(bits).predicted_parts(1, weights).total for bits in (16, 8, 4)]
+    assert tuple(size / 1e9 for size in sizes) == gigabytes
+    assert [size <= 512e9 for size in sizes] == [weights < 256e9, weights < 512e9, True]
 
 
-def test_fewer_bits_mean_fewer_bytes_and_the_head_stays_at_sixteen(qwen_27b: ShapeFacts) -> None:
-    sizes = [weight_bytes(qwen_27b, quantizer=quantizer) for quantizer in (FP16, INT8, INT4)]
+def test_gigabytes_and_gibibytes_are_told_apart() -> None:
+    assert round(Bits(16).predicted_parts(1, 27 * 10**9).total / 2**30, 2) == 50.29
+
+
+def test_512_gb_hold_deepseek_v3_at_four_bits_only() -> None:
+    facts = published("deepseek-v3")
+    on_disk = [weight_bytes(facts, quantizer=each).on_disk for each in (FP16, INT8, INT4)]
+    assert on_disk[0] == 2 * 671_026_404_352
+    assert [size < 512e9 for size in on_disk] == [False, False, True]
+
+
+@every_quantizer
+def test_the_parts_of_the_stored_bytes_add_up(quantizer: Quantizer) -> None:
+    for name in ("qwen3.6-27b", "mixtral-8x7b"):
+        stored = weight_bytes(published(name), quantizer=quantizer)
+        parts = stored.parts
+        assert parts.total == stored.on_disk
+        assert parts.unquantized == quantizer.other_bytes_per_weight * (
+            published(name).parameters - published(name).linear_weights
+        )
+        scales = parts.scales + parts.zero_points + parts.codebooks + parts.metadata
+        assert (scales == 0) == (quantizer.kind == "native")
+
+
+def test_fewer_bits_mean_fewer_bytes_and_the_head_stays_at_sixteen() -> None:
+    sizes = [weight_bytes(published("qwen3.6-27b"), quantizer=quantizer) for quantizer in (FP16, INT8, INT4)]
     assert sizes[0].on_disk > sizes[1].on_disk > sizes[2].on_disk
     assert sizes[0].on_disk / sizes[2].on_disk < 4
     assert 4.125 < sizes[2].bits_per_weight < 6
-    assert sizes[1].on_disk == qwen_27b.linear_weights + 2 * (qwen_27b.parameters - qwen_27b.linear_weights)
+    assert sizes[1].on_disk == published("qwen3.6-27b").linear_weights + 2 * (
+        published("qwen3.6-27b").parameters - published("qwen3.6-27b").linear_weights
+    )
 
 
 def test_a_token_reads_only_the_routed_experts() -> None:
@@ -145,57 +148,64 @@ def test_a_token_reads_only_the_routed_experts() -> None:
     assert read[2] == 2 * (facts.parameters - facts.embedding_weights)
 
 
-def test_a_dense_model_reads_the_same_bytes_at_every_batch(gemma_27b: ShapeFacts) -> None:
-    assert gemma_27b.linear_weights_read_per_token == gemma_27b.linear_weights
-    assert bytes_read_per_step(gemma_27b, quantizer=FP16, batch_size=32) == 54_018_692_608
+def test_a_step_of_many_tokens_reads_every_expert_and_one_token_its_own() -> None:
+    facts = published("deepseek-v3")
+    reads = weight_reads(facts, quantizer=FP16)
+    assert reads.bytes(1) == 2 * facts.weights_read_per_token
+    assert sum(expert.routed for expert in reads.experts) == 58 * 8 * 2
+    assert {expert.count // expert.routed for expert in reads.experts} == {32}
+    one_step = [reads.bytes(tokens) for tokens in (1, 2, 64, 2048)]
+    assert one_step == sorted(one_step)
+    assert one_step[-1] == pytest.approx(2 * (facts.parameters - facts.embedding_weights), rel=1e-9)
+    touched = 2 * facts.parts.experts * (1 - (1 - 8 / 256) ** 64)
+    assert reads.bytes(64) == pytest.approx(reads.dense_bytes + touched, rel=1e-12)
+    with pytest.raises(ValueError, match="at least 1"):
+        reads.bytes(0)
+
+
+def test_a_dense_model_reads_the_same_bytes_at_every_batch() -> None:
+    assert (
+        published("gemma-3-27b-it").linear_weights_read_per_token
+        == published("gemma-3-27b-it").linear_weights
+    )
+    assert bytes_read_per_step(published("gemma-3-27b-it"), quantizer=FP16, batch_size=32) == 54_018_692_608
 
 
 def test_latent_attention_caches_576_values_a_token_and_layer() -> None:
-    config = {**architecture_of_deepseek(), "num_hidden_layers": 4}
-    facts = shape_facts(config)
-    assert kv_bytes_per_token(facts) == 4 * 576 * 2
-    assert facts.linear_weights_read_per_token < 0.4 * facts.linear_weights
+    facts = published("deepseek-v3")
+    assert kv_bytes_per_token(facts) == 61 * 576 * 2
+    assert kv_bytes(facts, 8192, element_bytes=1) == 8192 * 61 * 576
 
 
-def architecture_of_deepseek() -> dict[str, Any]:
-    return {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "vocab_size": 129280,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-    }
+def test_a_hybrid_models_linear_layers_keep_a_constant_state() -> None:
+    facts = published("qwen3.6-27b")
+    assert kv_bytes_per_token(facts) == 65_536
+    assert facts.cache is not None
+    assert (facts.cache.growing_layers, facts.cache.state_layers) == (16, 48)
+    inputs, matrices = 48 * 10_240 * 4, 48 * 48 * 128 * 128 * 4
+    state = 2 * inputs + matrices
+    assert kv_bytes(facts, 0) == state
+    assert kv_bytes(facts, 32_768) == 2 * 2**30 + state
+    assert kv_bytes(facts, 32_768, element_bytes=4) == 4 * 2**30 + 4 * inputs + matrices
 
 
-def test_a_hybrid_models_linear_layers_keep_a_constant_state(qwen_27b: ShapeFacts) -> None:
-    assert kv_bytes_per_token(qwen_27b) == 65_536
-    cache = qwen_27b.cache
-    assert cache is not None
-    assert (cache.growing_layers, cache.state_layers) == (16, 48)
-    state = 48 * (10_240 * 4 * 2 + 48 * 128 * 128 * 4)
-    assert kv_bytes(qwen_27b, 0) == state
-    assert kv_bytes(qwen_27b, 32_768) == 2 * 2**30 + state
-    assert kv_bytes(qwen_27b, 32_768, element_bytes=4) == 2 * 2 * 2**30 + 48 * (
-        10_240 * 4 * 4 + 48 * 128 * 128 * 4
-    )
+def test_an_fp8_cache_halves_what_grows_and_leaves_constant_states_alone() -> None:
+    hybrid = published("qwen3.6-27b")
+    state = kv_bytes(hybrid, 0)
+    assert state is not None
+    assert kv_bytes(hybrid, 0, element_bytes=1) == state
+    assert kv_bytes(hybrid, 32_768, element_bytes=1) == 2**30 + state
+    windowed = published("gemma-3-27b-it")
+    assert kv_bytes(windowed, 8192, element_bytes=1) == (kv_bytes(windowed, 8192) or 0) / 2
 
 
 def test_windowed_layers_stop_growing_at_the_window() -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    few_experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     facts = shape_facts(
         {
-            "model_type": "qwen2",
-            **TINY,
+            **{"model_type": "gpt_oss", **TINY, **heads, **few_experts},
             "num_hidden_layers": 36,
-            "hidden_size": 512,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "use_sliding_window": True,
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "full_attention"] * 18,
         }
@@ -205,10 +215,10 @@ def test_windowed_layers_stop_growing_at_the_window() -> None:
     assert kv_bytes_per_token(facts) == 18 * 2048
 
 
-def test_gemma_grows_in_one_layer_of_six(gemma_27b: ShapeFacts) -> None:
+def test_gemma_grows_in_one_layer_of_six() -> None:
     per_layer = 2 * 16 * 128 * 2
-    assert kv_bytes_per_token(gemma_27b) == 10 * per_layer
-    assert kv_bytes(gemma_27b, 8192) == 10 * per_layer * 8192 + 52 * per_layer * 1024
+    assert kv_bytes_per_token(published("gemma-3-27b-it")) == 10 * per_layer
+    assert kv_bytes(published("gemma-3-27b-it"), 8192) == 10 * per_layer * 8192 + 52 * per_layer * 1024
 
 
 def test_predicted_cache_bytes_equal_those_of_a_real_forward_pass() -> None:
@@ -244,12 +254,13 @@ def cache_storage_bytes(cache: Any) -> int:
     return sum(found.values())
 
 
-def test_the_config_alone_gives_the_same_cache_as_a_forward_pass(
-    qwen_27b: ShapeFacts, gemma_27b: ShapeFacts
-) -> None:
+def test_the_config_alone_gives_the_same_cache_as_a_forward_pass() -> None:
     from transformers import AutoConfig
 
-    for name, facts in (("qwen3.6-27b", qwen_27b), ("gemma-3-27b-it", gemma_27b)):
+    for name, facts in (
+        ("qwen3.6-27b", published("qwen3.6-27b")),
+        ("gemma-3-27b-it", published("gemma-3-27b-it")),
+    ):
         derived = cache_shape_from_config(AutoConfig.for_model(**architecture(name)))
         assert derived is not None
         assert facts.cache is not None
@@ -273,53 +284,6 @@ def test_an_unknown_layer_kind_leaves_the_cache_unknown_instead_of_guessed() -> 
     known_name = shape_facts({**TINY_LLAMA, "layer_types": ["compressed_sparse_attention"]})
     assert known_name.cache is None
     assert known_name.cache_unavailable
-
-
-def test_a_vision_tower_is_resident_but_not_read() -> None:
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    text = {"model_type": "gemma3_text", **TINY, "head_dim": 16, "sliding_window": 8}
-    both = shape_facts({"model_type": "gemma3", "text_config": text, "vision_config": tower})
-    alone = shape_facts(text)
-    assert both.parameters > alone.parameters
-    assert both.weights_read_per_token == alone.weights_read_per_token
-    assert both.cache == alone.cache
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"hidden_size": None}, "hidden_size"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"vocab_size": -5}, "vocab_size is -5"),
-        ({"hidden_size": "64"}, "hidden_size is '64'"),
-        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
-        ({"hidden_act": "swoosh"}, "swoosh"),
-        ({"model_type": None}, "model_type"),
-    ],
-)
-def test_a_config_that_makes_no_model_is_refused_by_key(change: dict[str, Any], words: str) -> None:
-    config = {key: value for key, value in {**TINY_LLAMA, **change}.items() if value is not None}
-    with pytest.raises(RecipeError, match=words) as refused:
-        shape_facts(config, source="models/tiny/config.json")
-    assert "models/tiny/config.json" in str(refused.value)
-
-
-def test_a_missing_size_is_not_filled_from_another_model() -> None:
-    config = {key: value for key, value in TINY_LLAMA.items() if key != "intermediate_size"}
-    with pytest.raises(RecipeError, match="missing intermediate_size"):
-        shape_facts(config)
-
-
-def test_an_unknown_architecture_names_the_nearest_one() -> None:
-    with pytest.raises(PrerequisiteError, match=r"'lama' is unknown.*nearest: 'llama'"):
-        shape_facts({**TINY_LLAMA, "model_type": "lama"})
 
 
 def test_cached_facts_need_no_torch(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from pipeline.data_sheet import DATA_SHEET, Device
+from pipeline.errors import RecipeError
 from pipeline.footprint import ShapeFacts, shape_facts
-from pipeline.plan import Plan, VariantPlan, make_plan, plan_table, quality_notes
+from pipeline.plan import make_plan, quality_notes
+from pipeline.plan_text import plan_table
+from pipeline.plan_values import Plan, VariantPlan
 from pipeline.recipe import LoadedRecipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -35,8 +38,11 @@ def facts() -> ShapeFacts:
     return shape_facts(json.loads(config.read_text("utf-8")))
 
 
-def plan_for(loaded: LoadedRecipe, device: Device, facts: ShapeFacts) -> Plan:
-    return make_plan(loaded, recipe=loaded.recipe.expand(device=device.kind), device=device, facts=facts)
+def plan_for(loaded: LoadedRecipe, device: Device, facts: ShapeFacts, *, fleet: bool = False) -> Plan:
+    recipe = loaded.recipe.expand(device=device.kind)
+    if not fleet:  # the simulation takes longer than the rest
+        recipe = recipe.model_copy(update={"traffic": None})
+    return make_plan(loaded, recipe=recipe, device=device, facts=facts)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,9 @@ def test_sixteen_bit_weights_take_two_bytes_each(plan: Plan) -> None:
 
 def test_the_parts_of_the_model_add_up(plan: Plan) -> None:
     parts = plan.parameters
-    assert parts["total"] == parts["embedding"] + parts["head"] + parts["linear"] + parts["other"]
+    split = ("embedding", "head", "attention", "mlp", "experts", "norms", "vision", "other")
+    assert parts["total"] == sum(parts[name] for name in split)
+    assert parts["linear"] < parts["attention"] + parts["mlp"]
 
 
 def test_the_device_s_ratio_of_operations_to_bytes_is_the_break_even_batch_at_sixteen_bits(
@@ -135,8 +143,16 @@ def test_doubling_the_price_doubles_the_cost_and_no_price_means_no_cost(
         assert costly.dollars_per_million_output_tokens == pytest.approx(
             2 * (cheap.dollars_per_million_output_tokens or 0)
         )
-    free = plan_for(changed(tmp_path, ("cost: {dollars_per_hour: 3.50}\n", "")), device, facts)
-    assert all(v.dollars_per_million_output_tokens is None for v in free.variants)
+    priced = plan_for(changed(tmp_path, ("cost: {dollars_per_hour: 3.50}\n", "")), device, facts)
+    assert priced.hardware.dollars_per_hour == device.dollars_per_hour, "the data sheet's price stands in"
+    unpriced = device.model_copy(update={"dollars_per_hour": None})
+    unpriced_recipe = changed(tmp_path, ("cost: {dollars_per_hour: 3.50}\n", ""))
+    free = plan_for(unpriced_recipe, unpriced, facts, fleet=True)
+    for entry in free.variants:
+        assert entry.dollars_per_million_output_tokens is None
+        assert entry.dollars_per_million_input_tokens is None
+        assert entry.fleet is not None
+        assert entry.fleet.dollars_per_month is None
 
 
 # --- other devices ---------------------------------------------------------------------------------------
@@ -149,6 +165,7 @@ def test_every_device_of_the_data_sheets_can_be_planned_for(facts: ShapeFacts, n
     assert found.hardware.name == name
     for entry in found.variants:
         assert entry.decode_ceiling_tokens_per_s is not None
+        assert (entry.break_even_batch is None) == (not device.peak_flops_per_s)
         assert entry.fits == ((entry.max_batch or 0) >= 1)
         fits_alone = entry.weight_bytes_resident + (entry.kv_bytes_at_context or 0) <= found.budget_bytes
         assert entry.fits == fits_alone
@@ -198,10 +215,24 @@ def test_the_shape_of_the_workload_is_named(plan: Plan, facts: ShapeFacts, tmp_p
     assert plan_for(summary, DATA_SHEET["h100-sxm"], facts).workload_class == "prefill-heavy"
 
 
-def test_a_context_beyond_the_model_s_limit_is_noted(facts: ShapeFacts, tmp_path: Path) -> None:
-    too_long = changed(tmp_path, ("context_tokens: 8192", "context_tokens: 300000"))
-    notes = plan_for(too_long, DATA_SHEET["h100-sxm"], facts).notes
-    assert any("300000" in note and "262144" in note for note in notes)
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ("context_tokens: 8192", "context_tokens: 300000", "capacity.context_tokens is 300000"),
+        (
+            "prompt_tokens: 2048",
+            "prompt_tokens: 300000",
+            "workload.prompt_tokens + workload.new_tokens is 300256",
+        ),
+        ("p95: 5000, max: 7000", "p95: 5000, max: 300000", "traffic (longest request) is 301000"),
+    ],
+)
+def test_sequences_beyond_the_model_s_limit_are_refused(
+    before: str, after: str, key: str, facts: ShapeFacts, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="longer than the model's limit of 262144") as caught:
+        plan_for(changed(tmp_path, (before, after)), DATA_SHEET["h100-sxm"], facts, fleet=True)
+    assert key in str(caught.value)
 
 
 def test_too_few_documents_for_the_margin_are_noted(tmp_path: Path) -> None:
@@ -219,10 +250,116 @@ def test_the_table_shows_every_variant_with_its_units(plan: Plan) -> None:
     table = plan_table(plan)
     assert "53.79" in table
     assert "26,895,998,464 parameters" in table
-    for name in ("bf16", "int8", "int4", "weights GB", "decode ≤ tok/s", "fits", "Advice:"):
+    for name in ("bf16", "int8", "int4", "weights GB", "decode ≤ tok/s", "fits", "Advice, in this order:"):
         assert name in table
     assert all(line == line.rstrip() for line in table.splitlines())
 
 
 def test_planning_is_repeatable(plan: Plan, facts: ShapeFacts) -> None:
     assert plan_for(load_recipe(BIG), DATA_SHEET["h100-sxm"], facts) == plan
+
+
+# --- what-ifs and advice ---------------------------------------------------------------------------------
+
+
+def test_arithmetic_leaves_decoding_alone_bandwidth_and_bytes_do_not(plan: Plan) -> None:
+    gains = {what.change: what for what in plan.what_ifs}
+    assert gains["+50 % FLOP/s"].decode_gain == 1
+    assert gains["+50 % FLOP/s"].prefill_gain == pytest.approx(1.5)
+    assert gains["+50 % bandwidth"].decode_gain == pytest.approx(1.5)
+    assert gains["+50 % bandwidth"].prefill_gain == 1
+    halved = gains["all weights in 8 bits"].decode_gain
+    assert 1.97 < halved < 2, "twice, but for the KV cache that stays as it is"
+
+
+def test_advice_comes_as_batching_quantization_hardware_each_with_its_gain(plan: Plan) -> None:
+    steps = [one.step for one in plan.advice]
+    assert steps == sorted(steps, key=["batching", "quantization", "hardware"].index)
+    assert set(steps) == {"batching", "quantization", "hardware"}
+    assert all(one.gain > 1 for one in plan.advice)
+    batching = plan.advice[0]
+    baseline = variant(plan, "bf16")
+    by_size = {batch.batch_size: batch for batch in baseline.batches}
+    assert baseline.best_batch is not None
+    assert batching.gain == pytest.approx(by_size[baseline.best_batch].tokens_per_s / by_size[1].tokens_per_s)
+    int8 = next(one for one in plan.advice if one.text.startswith("int8"))
+    ceilings = [variant(plan, name).decode_ceiling_tokens_per_s or 0 for name in ("int8", "bf16")]
+    assert int8.gain == pytest.approx(ceilings[0] / ceilings[1])
+
+
+def test_a_quantizer_that_passes_over_experts_is_noted(tmp_path: Path) -> None:
+    mixtral = json.loads((ROOT / "recipes" / "architectures" / "mixtral-8x7b.json").read_text("utf-8"))
+    text = BIG.read_text("utf-8").replace(
+        "architectures/qwen3.6-27b.json", f"{ROOT}/recipes/architectures/mixtral-8x7b.json"
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text.replace("p95: 5000", "p95: 5000"), encoding="utf-8")
+    found = plan_for(load_recipe(path), DATA_SHEET["h100-sxm"], shape_facts(mixtral))
+    assert any("int8" in note and "of the block weights as they are" in note for note in found.notes)
+
+
+# --- capacity --------------------------------------------------------------------------------------------
+
+
+def test_pages_hold_more_sequences_than_reserved_contexts_and_headroom_costs_some(plan: Plan) -> None:
+    for entry in plan.variants:
+        found = entry.capacity
+        assert found is not None
+        assert found.block_tokens == 16
+        assert found.mean_sequence_tokens == 2048 + 256
+        assert found.contiguous == entry.max_batch
+        assert found.paged > found.contiguous
+        assert found.contiguous_without_headroom > found.contiguous
+        assert found.paged_without_headroom > found.paged
+
+
+def test_the_memory_for_caches_grows_by_what_quantizing_saves(plan: Plan) -> None:
+    baseline, int8 = variant(plan, "bf16"), variant(plan, "int8")
+    assert baseline.kv_budget_gain == 1
+    saved = baseline.weight_bytes_resident - int8.weight_bytes_resident
+    assert int8.kv_budget_bytes == baseline.kv_budget_bytes + saved
+    assert int8.kv_budget_gain == pytest.approx(int8.kv_budget_bytes / baseline.kv_budget_bytes)
+
+
+def test_weights_beyond_the_memory_leave_no_cache_and_count_the_devices_they_need(facts: ShapeFacts) -> None:
+    baseline = variant(plan_for(load_recipe(BIG), DATA_SHEET["l4"], facts), "bf16")
+    assert (baseline.kv_budget_bytes, baseline.kv_budget_gain, baseline.best_batch) == (0, None, 0)
+    assert baseline.devices_to_hold == 3, "53.8 GB and one sequence on cards of which 21.6 GB are used"
+
+
+# --- fleets ----------------------------------------------------------------------------------------------
+
+
+def test_a_tighter_limit_and_more_traffic_need_more_devices(facts: ShapeFacts, tmp_path: Path) -> None:
+    device = DATA_SHEET["h100-sxm"]
+
+    def devices(*changes: tuple[str, str]) -> list[int]:
+        fleets = [
+            entry.fleet for entry in plan_for(changed(tmp_path, *changes), device, facts, fleet=True).variants
+        ]
+        assert all(fleet and fleet.size.devices for fleet in fleets)
+        return [fleet.size.devices for fleet in fleets if fleet and fleet.size.devices]
+
+    loose, tight = devices(), devices(("tpot_s: 0.06", "tpot_s: 0.03"))
+    more = devices(("requests_per_s: 8", "requests_per_s: 40"))
+    assert all(few <= many for few, many in zip(loose, tight, strict=True))
+    assert tight[0] > loose[0], "the baseline's steps are the slowest"
+    assert all(few < many for few, many in zip(loose, more, strict=True))
+
+
+def test_what_no_number_of_devices_can_do_has_a_reason(facts: ShapeFacts, tmp_path: Path) -> None:
+    impossible = changed(tmp_path, ("ttft_s: 2.0", "ttft_s: 0.01"))
+    for entry in plan_for(impossible, DATA_SHEET["h100-sxm"], facts, fleet=True).variants:
+        assert entry.fleet is not None
+        assert entry.fleet.size.devices is None
+        assert "the TTFT target of 0.01 s is below" in entry.fleet.size.reason
+    small = plan_for(load_recipe(BIG), DATA_SHEET["l4"], facts, fleet=True).variants[0]
+    assert small.fleet is not None
+    assert "don't fit into the memory budget" in small.fleet.size.reason
+
+
+def test_a_month_costs_devices_by_hours_by_price(facts: ShapeFacts) -> None:
+    for entry in plan_for(load_recipe(BIG), DATA_SHEET["h100-sxm"], facts, fleet=True).variants:
+        assert entry.fleet is not None
+        assert entry.fleet.size.devices is not None
+        assert entry.fleet.dollars_per_month == pytest.approx(entry.fleet.size.devices * 3.5 * 730)

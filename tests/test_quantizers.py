@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
 
+from pipeline.architecture import shape_facts
 from pipeline.checkpoint import model_layout, tensors
 from pipeline.coverage import coverage, stored_sizes
+from pipeline.footprint import unreached_weights, weight_bytes
+from pipeline.live_tensors import resident_bytes
 from pipeline.plugins import kinds, plugin_class, plugin_classes
-from pipeline.quantizers.base import Quantizer
+from pipeline.quantizers.base import Quantizer, StoredBytes, group_wise
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto, effective_group_size
 from tests.quantizer_samples import EVERY, PACKAGE, Written, every_quantizer, name_of, quantizing
-from tests.tiny_models import write_llama
+from tests.tiny_models import write_gpt2, write_llama, write_moe
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "fp4")
 
@@ -122,9 +127,57 @@ def test_predicted_bytes_of_a_4096_square_weight(quantizer: Quantizer, expected_
     assert quantizer.predicted_bytes(4096, 4096) == expected_bytes
 
 
+@pytest.mark.parametrize(
+    ("bits", "group_size", "scale_bytes", "zero_point_bytes", "expected_bytes"),
+    [
+        (16, None, 0, 0, 33_554_432),
+        (8, None, 2, 0, 16_785_408),
+        (8, None, 4, 0, 16_793_600),
+        (4, 128, 2, 0, 8_650_752),
+        (4, 128, 2, 2, 8_912_896),
+        (4, 64, 2, 0, 8_912_896),
+    ],
+)
+def test_bytes_of_a_4096_square_weight_by_group(
+    bits: int, group_size: int | None, scale_bytes: int, zero_point_bytes: int, expected_bytes: int
+) -> None:
+    stored = group_wise(
+        4096,
+        4096,
+        bits=bits,
+        group_size=group_size,
+        scale_bytes=scale_bytes,
+        zero_point_bytes=zero_point_bytes,
+    )
+    assert stored.packed == 4096 * 4096 * bits // 8
+    assert stored.total == expected_bytes
+
+
+def test_a_row_that_groups_do_not_divide_ends_in_a_group_of_its_own() -> None:
+    stored = group_wise(10, 4304, bits=4, group_size=32, scale_bytes=2)
+    assert stored.scales == 10 * 135 * 2
+    assert stored.packed == 10 * 4304 // 2
+
+
 def test_int4_bytes_of_a_row_that_128_does_not_divide() -> None:
     assert effective_group_size(288) == 96
-    assert Quanto(weights="int4").predicted_bytes(32, 288) == 4_608 + 96 * 2 + 96 * 2
+    stored = Quanto(weights="int4").predicted_parts(32, 288)
+    assert stored == StoredBytes(packed=4_608, scales=96 * 2, zero_points=96 * 2)
+
+
+def test_int4_packs_groups_in_pairs_and_fills_the_last() -> None:
+    import torch
+    from optimum.quanto import qint4
+    from optimum.quanto.tensor import MaxOptimizer, quantize_weight
+
+    for rows, columns in ((3, 64), (3, 192), (5, 192), (3, 384)):
+        group = effective_group_size(columns)
+        weight = torch.linspace(-1, 1, rows * columns).reshape(rows, columns)
+        scale, shift = MaxOptimizer()(weight, qtype=qint4, axis=0, group_size=group)
+        packed = quantize_weight(weight, qtype=qint4, axis=0, scale=scale, shift=shift, group_size=group)
+        found = Quanto(weights="int4").predicted_parts(rows, columns)
+        assert found.packed == packed._data._data.nbytes, (rows, columns)
+        assert found.scales == 2 * scale.numel()
 
 
 @pytest.mark.parametrize(
@@ -148,6 +201,62 @@ def test_predicted_bytes_are_those_in_the_file(quantizer: Quantizer, tmp_path: P
     others = layout.parameters - sum(math.prod(shape) for shape in layout.linear.values())
     assert found.blocks == pytest.approx(predicted, rel=0.01)
     assert found.total == pytest.approx(predicted + others * quantizer.other_bytes_per_weight, rel=0.01)
+
+
+ODD_SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 288}  # groups of 96
+EVEN_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+}  # groups of 128, for which quanto has a kernel
+
+
+@every_quantizer
+@pytest.mark.parametrize("sizes", [ODD_SIZES, EVEN_SIZES], ids=["odd", "even"])
+def test_predicted_resident_bytes_are_those_of_the_live_tensors(
+    quantizer: Quantizer, sizes: dict[str, Any], tmp_path: Path, out: Path
+) -> None:
+    source = write_llama(tmp_path / "source", **sizes)
+    quantizer.quantize(source, out, device="cpu")
+    facts = shape_facts(json.loads((source / "config.json").read_text("utf-8")))
+    for compute_dtype, compute_bytes in (("float32", 4), ("bfloat16", 2), ("float16", 2)):
+        model: Any = quantizer.load(out, device="cpu", compute_dtype=compute_dtype)
+        predicted = weight_bytes(facts, quantizer=quantizer, compute_bytes=compute_bytes).resident
+        rotary = sum(buffer.nbytes for name, buffer in model.named_buffers() if "inv_freq" in name)
+        assert resident_bytes(model) - rotary == predicted, compute_dtype
+
+
+@pytest.mark.parametrize("quantizer", [EVERY[1], *EVERY[6:]], ids=name_of)
+def test_predicted_resident_bytes_hold_for_transposed_weights(
+    quantizer: Quantizer, tmp_path: Path, out: Path
+) -> None:
+    source = write_gpt2(tmp_path / "source")
+    quantizer.quantize(source, out, device="cpu")
+    facts = shape_facts(json.loads((source / "config.json").read_text("utf-8")))
+    found = resident_bytes(quantizer.load(out, device="cpu", compute_dtype="float32"))
+    assert found == weight_bytes(facts, quantizer=quantizer, compute_bytes=4).resident
+
+
+def test_weights_computed_in_fp32_are_held_in_it_but_packed_ones_stay_packed(written: Written) -> None:
+    facts = shape_facts(json.loads((written.source / "config.json").read_text("utf-8")))
+    native = weight_bytes(facts, quantizer=Native(dtype="bf16"), compute_bytes=4)
+    assert (native.on_disk, native.resident) == (112_512, 225_024)
+    assert weight_bytes(facts, quantizer=Native(dtype="bf16")).resident == 112_512
+    packed = weight_bytes(facts, quantizer=Quanto(weights="int8"), compute_bytes=4)
+    assert packed.resident - packed.on_disk == 2 * 19_392 + 2 * packed.parts.scales // 2 + 7 * 2 * 4
+
+
+@quantizing
+@pytest.mark.parametrize("write", [write_llama, write_gpt2, write_moe])
+def test_a_quantizer_reaches_the_weights_it_says_and_no_others(
+    quantizer: Quantizer, write: Callable[[Path], Path], tmp_path: Path, out: Path
+) -> None:
+    source = write(tmp_path / "source")
+    quantizer.quantize(source, out, device="cpu")
+    found = coverage(tensors(out), layout=model_layout(out), quantizer=quantizer)
+    facts = shape_facts(json.loads((source / "config.json").read_text("utf-8")))
+    left = unreached_weights(facts, quantizer=quantizer)
+    assert found.linear_weights - found.quantized_weights == left
+    assert (found.share < quantizer.minimum_coverage) == (left > 0)
 
 
 def test_effective_groups_stand_in_the_coverage_layer_by_layer(tmp_path: Path, out: Path) -> None:

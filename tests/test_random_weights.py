@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import check_source, tensors
-from pipeline.errors import PrerequisiteError
+from pipeline.errors import PrerequisiteError, RecipeError
 from pipeline.random_weights import Written, write_random_checkpoint
 from pipeline.weights import load_pretrained
 
@@ -131,5 +131,5 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"hidden_size": 64}])
 def test_a_config_that_names_no_architecture_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    with pytest.raises(PrerequisiteError, match="model_type"):
+    with pytest.raises(RecipeError, match="model_type"):
         write(config, tmp_path / "random")

@@ -333,3 +333,69 @@ def test_what_stands_twice_is_refused_where_it_would_be_measured_twice(tmp_path:
         load_recipe(path)
     assert "line 3: speed.batch_sizes[2]: 1 stands twice" in str(caught.value)
     assert "line 4: quality.tasks[1]: 'piqa' stands twice" in str(caught.value)
+
+
+# --- traffic ---------------------------------------------------------------------------------------------
+
+
+def traffic(text: str) -> str:
+    return f"{GOOD}traffic: {{{text}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "requests_per_s: 0, prompt_tokens: 5, new_tokens: 5",
+            "traffic.requests_per_s: should be greater than 0",
+        ),
+        (
+            "requests_per_s: 1, prompt_tokens: 0, new_tokens: 5",
+            "traffic.prompt_tokens: should be greater than 0",
+        ),
+        ("requests_per_s: 1, prompt_tokens: 5", "traffic.new_tokens: is missing; give it, or a trace file"),
+        ("requests_per_s: .nan, prompt_tokens: 5, new_tokens: 5", "'.nan' is not a finite number"),
+        (
+            "requests_per_s: 1, prompt_tokens: 5, new_tokens: {distribution: uniform, low: 9, high: 2}",
+            "traffic.new_tokens: low must be at most high, are 9 and 2",
+        ),
+        (
+            "requests_per_s: 1, prompt_tokens: 5, new_tokens: {distribution: unifrom, low: 2, high: 9}",
+            "unknown distribution 'unifrom'; did you mean 'uniform'?",
+        ),
+        ("requests_per_s: 1, prompt_tokens: 5, new_tokens: {low: 2}", "the key 'distribution' is missing"),
+        ("trace: a.csv, new_tokens: 5", "traffic.new_tokens: stands beside a trace"),
+        ("trace: a.csv, targets: {}", "traffic.targets: holds no limit"),
+        ("trace: a.csv, targets: {ttft_s: 1, percentile: 100}", "percentile: should be less than 100"),
+        ("trace: a.csv, max_sequences: 64, max_batch_tokens: 32", "64 sequences decode a token each"),
+        ("trace: a.csv, efficiency: {bandwidth: 1.5}", "should be less than or equal to 1; found 1.5"),
+        ("trace: a.csv, target: {ttft_s: 1}", "traffic.target: unknown key; did you mean 'targets'?"),
+    ],
+)
+def test_traffic_that_makes_no_sense_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    assert words in only_fault(tmp_path, traffic(text))
+
+
+def test_a_length_can_be_a_number_or_a_distribution(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    lengths = "new_tokens: {distribution: lognormal, median: 100, p95: 300, max: 500}"
+    path.write_text(traffic(f"requests_per_s: 2, prompt_tokens: 70, {lengths}"), encoding="utf-8")
+    found = load_recipe(path).recipe.traffic
+    assert found is not None
+    assert found.prompt_tokens is not None
+    assert found.prompt_tokens.mean_tokens == 70
+    assert found.new_tokens is not None
+    assert found.new_tokens.longest_tokens == 500
+
+
+def test_without_a_precision_whether_it_fits_is_undefined(tmp_path: Path) -> None:
+    text = GOOD.replace("precisions: [fp16, int8]\n", "")
+    assert "without a precision, a model's size and whether it fits are undefined" in only_fault(
+        tmp_path, text
+    )
+
+
+def test_unknown_hardware_names_the_nearest_device_and_the_way_to_add_one(tmp_path: Path) -> None:
+    fault = only_fault(tmp_path, GOOD + "hardware: h200\n")
+    assert "did you mean 'h200-sxm'?" in fault
+    assert "or a device file such as ./my-box.yaml" in fault

@@ -45,6 +45,36 @@ def test_the_break_even_batch_follows_ops_to_byte_and_the_weights_width() -> Non
     assert roofline.break_even_batch(ratio, bytes_per_weight=0.5) == pytest.approx(73.8, abs=0.05)
 
 
+@pytest.mark.parametrize(("bytes_per_weight", "batch_size"), [(2, 295), (1, 148), (0.5, 74)])
+def test_intensity_meets_ops_to_byte_at_the_break_even_batch(
+    bytes_per_weight: float, batch_size: int
+) -> None:
+    ratio = roofline.ops_per_byte(989e12, bandwidth_bytes_per_s=3.35e12)
+    broken_even = roofline.break_even_batch(ratio, bytes_per_weight=bytes_per_weight)
+    assert round(broken_even) == batch_size
+    assert roofline.arithmetic_intensity(broken_even, bytes_per_weight=bytes_per_weight) == pytest.approx(
+        ratio
+    )
+    assert roofline.arithmetic_intensity(1, bytes_per_weight=2) == 1
+
+
+def test_a_token_attends_to_itself_and_to_what_came_before() -> None:
+    assert [roofline.attended_pairs(tokens) for tokens in (1, 2, 3, 1000)] == [1, 3, 6, 500_500]
+    assert roofline.attended_pairs(5, window_tokens=2) == 1 + 2 + 2 + 2 + 2
+    assert roofline.attended_pairs(5, window_tokens=9) == roofline.attended_pairs(5)
+
+
+def test_a_pass_takes_the_longer_of_reading_and_computing() -> None:
+    def floor_s(flops: float, peak: float | None = 100.0) -> float:
+        return roofline.step_floor_s(
+            read_bytes=20, flops=flops, bandwidth_bytes_per_s=10, peak_flops_per_s=peak
+        )
+
+    assert floor_s(150) == 2.0
+    assert floor_s(300) == 3.0
+    assert floor_s(300, None) == 2.0
+
+
 def test_a_token_of_the_prompt_costs_two_operations_a_weight() -> None:
     assert roofline.prefill_ceiling_tokens_per_s(989e12, weights_read_per_token=27 * 10**9) == pytest.approx(
         18_314.8, abs=0.1

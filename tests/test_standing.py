@@ -28,7 +28,7 @@ STRUCTURE = ROOT / "docs" / "structure.md"
 README = ROOT / "README.md"
 HEAVY = {
     *("torch", "transformers", "lm_eval", "mlflow", "datasets", "scipy", "numpy", "optimum", "bitsandbytes"),
-    *("accelerate", "safetensors", "huggingface_hub", "tokenizers", "ray", "gguf"),
+    *("accelerate", "safetensors", "huggingface_hub", "tokenizers", "ray", "gguf", "matplotlib", "jinja2"),
 }
 LONGEST_FILE, LONGEST_FUNCTION = 470, 70
 

@@ -11,12 +11,54 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pipeline.block_weights import MatrixKind
 from pipeline.results import Problem
 from pipeline.tensorfile import BITS
 from pipeline.values import Value
 
 if TYPE_CHECKING:
     import torch
+
+
+class StoredBytes(Value):
+    """Bytes of one quantized weight matrix by what they hold.
+
+    `packed` is the weights themselves, `metadata` whatever else lies with them (shapes, offsets).
+    """
+
+    packed: int
+    scales: int = 0
+    zero_points: int = 0
+    codebooks: int = 0
+    metadata: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.packed + self.scales + self.zero_points + self.codebooks + self.metadata
+
+
+def group_wise(
+    out_features: int,
+    in_features: int,
+    *,
+    bits: int,
+    group_size: int | None,
+    scale_bytes: int,
+    zero_point_bytes: int = 0,
+) -> StoredBytes:
+    """Storage of a matrix whose rows are split into groups that share a scale and perhaps a zero-point.
+
+    `group_size` None is one group a row; a row that it doesn't divide ends in a shorter group with a scale of
+    its own. Sub-byte weights are packed without gaps. 4096 × 4096 at 4 bits, groups of 128, 2-byte scales:
+    8,388,608 + 262,144 bytes.
+    """
+    groups = out_features * -(-in_features // (group_size or in_features))
+    return StoredBytes(
+        packed=-(-out_features * in_features * bits // 8),
+        scales=groups * scale_bytes,
+        zero_points=groups * zero_point_bytes,
+    )
 
 
 class StoredWeight(Value):
@@ -41,6 +83,8 @@ class Quantizer(Value, ABC):
     kind: str
     minimum_coverage: ClassVar[float] = 0.95
     """Share of block weights that must be quantized for the label to be earned."""
+    quantizable: ClassVar[frozenset[MatrixKind]] = frozenset(("linear", "conv1d", "experts"))
+    """Which matrices of a model it finds; the others stay as they are, and coverage then refuses the label."""
 
     @property
     @abstractmethod
@@ -50,9 +94,9 @@ class Quantizer(Value, ABC):
     @classmethod
     @abstractmethod
     def default_for(cls, precision: str, *, device: str) -> Quantizer | None:
-        """The value that a recipe's short form `precision` means on `device` ("cpu" or "cuda"), or None.
+        """The value that a recipe's short form `precision` means on `device`, or None.
 
-        At most one kind answers for each pair.
+        `device` is "cpu", "cuda", or "mps", which is only planned for. At most one kind answers for each pair.
         """
 
     @abstractmethod
@@ -76,8 +120,19 @@ class Quantizer(Value, ABC):
         """
 
     @abstractmethod
+    def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
+        """Bytes of one quantized linear weight in a checkpoint file."""
+
     def predicted_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of one quantized linear weight with scales, zero-points and codebooks."""
+        """Bytes of one quantized linear weight in a file, with scales, zero-points and codebooks."""
+        return self.predicted_parts(out_features, in_features).total
+
+    @abstractmethod
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> StoredBytes:
+        """Bytes of one quantized linear weight once `load` has put it into memory.
+
+        `float_bytes` is the size of the type it was loaded to compute in (2 or 4), which some scales take.
+        """
 
     @property
     @abstractmethod

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
 from pipeline.errors import CheckpointError, StageError
-from pipeline.quantizers.base import Quantizer, StoredWeight
+from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.results import Problem
 from pipeline.tensorfile import BITS, read_json
 from pipeline.weights import (
@@ -48,11 +49,14 @@ _NESTED_CODEBOOK_BYTES = 256 * 4
 _STATE_BYTES = 86
 _NESTED_STATE_BYTES = 168
 """The small JSON of block size, type and shape that bitsandbytes stores beside each weight."""
+_OFFSET_BYTES = 4
 _PARTS = (".SCB", ".weight_format", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 class Bitsandbytes(Quantizer):
     """INT8, NF4 or FP4 weights; `double_quant` (4-bit only) stores the scales in 8 bits."""
+
+    quantizable: ClassVar[frozenset[MatrixKind]] = frozenset(("linear", "conv1d"))
 
     kind: Literal["bitsandbytes"] = "bitsandbytes"
     type: Literal["int8", "nf4", "fp4"]
@@ -134,17 +138,29 @@ class Bitsandbytes(Quantizer):
         cast_unquantized(model, compute_dtype)
         return ready(model, folder=folder, device=device)
 
-    def predicted_bytes(self, out_features: int, in_features: int) -> int:
-        """Packed weights, scales and codebooks; 4 bytes a row for INT8."""
-        weights = out_features * in_features
+    def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
+        """Packed weights, scales, codebooks and, for the 4-bit types, a small JSON; 4 bytes a row for INT8."""
+        parts = self._parts(out_features, in_features)
         if self.type == "int8":
-            return weights + 4 * out_features
-        blocks = -(-weights // BLOCK_WEIGHTS)
-        packed = -(-weights // 2)
-        if not self.double_quant:
-            return packed + 4 * blocks + _CODEBOOK_BYTES + _STATE_BYTES
+            return parts
+        state_bytes = _NESTED_STATE_BYTES if self.double_quant else _STATE_BYTES
+        return parts.model_copy(update={"metadata": state_bytes})
+
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> StoredBytes:  # noqa: ARG002
+        """As in the file, scales in FP32 whatever the arithmetic; of the JSON only the scales' offset is a tensor."""
+        parts = self._parts(out_features, in_features)
+        return parts.model_copy(update={"metadata": _OFFSET_BYTES}) if self.double_quant else parts
+
+    def _parts(self, out_features: int, in_features: int) -> StoredBytes:
+        if self.type == "int8":
+            return group_wise(out_features, in_features, bits=8, group_size=None, scale_bytes=4)
+        blocks = -(-out_features * in_features // BLOCK_WEIGHTS)
         nested = 4 * -(-blocks // SCALES_PER_NESTED_SCALE)
-        return packed + blocks + nested + _NESTED_CODEBOOK_BYTES + _CODEBOOK_BYTES + _NESTED_STATE_BYTES
+        return StoredBytes(
+            packed=-(-out_features * in_features // 2),
+            scales=blocks + nested if self.double_quant else 4 * blocks,
+            codebooks=_CODEBOOK_BYTES + (_NESTED_CODEBOOK_BYTES if self.double_quant else 0),
+        )
 
     @property
     def other_bytes_per_weight(self) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pipeline.errors import CheckpointError
-from pipeline.quantizers.base import Quantizer, StoredWeight
+from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
 from pipeline.results import Problem
 from pipeline.tensorfile import BITS, FLOATS, INDEX_NAME, TensorInfo, read_json, tensors
 from pipeline.weights import (
@@ -84,9 +84,13 @@ class Native(Quantizer):
         model = load_pretrained(folder, dtype=getattr(torch, compute_dtype), device_map={"": device})
         return ready(model, folder=folder, device=device)
 
-    def predicted_bytes(self, out_features: int, in_features: int) -> int:
+    def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
         """Elements times the type's size."""
-        return out_features * in_features * BITS[_TYPES[self.dtype][0]] // 8
+        return StoredBytes(packed=out_features * in_features * BITS[_TYPES[self.dtype][0]] // 8)
+
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> StoredBytes:
+        """Every weight becomes the type it is computed in."""
+        return StoredBytes(packed=out_features * in_features * float_bytes)
 
     @property
     def other_bytes_per_weight(self) -> float:

@@ -15,11 +15,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
 from pipeline.errors import CheckpointError, StageError
-from pipeline.quantizers.base import Quantizer, StoredWeight
+from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.results import Problem
 from pipeline.tensorfile import read_json
 from pipeline.weights import (
@@ -62,6 +63,8 @@ def effective_group_size(in_features: int) -> int | None:
 class Quanto(Quantizer):
     """Linear weights stored as `weights`; everything else in 16 bits."""
 
+    quantizable: ClassVar[frozenset[MatrixKind]] = frozenset(("linear",))
+
     kind: Literal["quanto"] = "quanto"
     weights: Literal["int8", "int4", "fp8"]
 
@@ -72,8 +75,8 @@ class Quanto(Quantizer):
 
     @classmethod
     def default_for(cls, precision: str, *, device: str) -> Quanto | None:
-        """INT8 on the CPU (weight-only, so FP32 arithmetic keeps it exact), FP8 everywhere."""
-        if precision == "int8" and device == "cpu":
+        """INT8 where bitsandbytes has no kernels for it (weight-only, so FP32 arithmetic keeps it exact); FP8."""
+        if precision == "int8" and device != "cuda":
             return cls(weights="int8")
         return cls(weights="fp8") if precision == "fp8" else None
 
@@ -118,12 +121,35 @@ class Quanto(Quantizer):
         _fill(model, folder, device=device, compute_dtype=compute_dtype)
         return ready(model.to(device), folder=folder, device=device)
 
-    def predicted_bytes(self, out_features: int, in_features: int) -> int:
-        """One byte or half a byte a weight, and 16-bit scales (with shifts for INT4)."""
+    def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
+        """One byte or half a byte a weight, and 16-bit scales (with shifts for INT4).
+
+        Two 16-bit scales for activations, which aren't quantized here, lie beside each in the file; they are the
+        layer's, not the weight's, and left out.
+        """
+        return self._parts(out_features, in_features, scale_bytes=_SCALE_BYTES)
+
+    def resident_parts(self, out_features: int, in_features: int, *, float_bytes: int) -> StoredBytes:
+        """As in the file, with scales in the type of the arithmetic; the layer's two own are the metadata."""
+        parts = self._parts(out_features, in_features, scale_bytes=float_bytes)
+        return parts.model_copy(update={"metadata": 2 * float_bytes})
+
+    def _parts(self, out_features: int, in_features: int, *, scale_bytes: int) -> StoredBytes:
         if self.weights != "int4":
-            return out_features * in_features + _SCALE_BYTES * out_features
-        groups = in_features // (effective_group_size(in_features) or in_features)
-        return -(-out_features // 2) * in_features + 2 * _SCALE_BYTES * out_features * groups
+            return group_wise(out_features, in_features, bits=8, group_size=None, scale_bytes=scale_bytes)
+        group = effective_group_size(in_features)
+        parts = group_wise(
+            out_features,
+            in_features,
+            bits=4,
+            group_size=group,
+            scale_bytes=scale_bytes,
+            zero_point_bytes=scale_bytes,
+        )
+        # Groups are packed in pairs, whole: an odd number of them leaves half the last row of bytes empty.
+        width = group or in_features
+        pairs = -(-out_features * in_features // (2 * width))
+        return parts.model_copy(update={"packed": pairs * width})
 
     @property
     def other_bytes_per_weight(self) -> float:

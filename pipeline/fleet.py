@@ -1,0 +1,302 @@
+"""How many devices a stream of requests needs, each serving its share, for the waits that users accept.
+
+The smallest number is searched for by simulation: traffic over capacity can't be served by waiting longer, and
+below capacity the wait for a first token grows steeply with the load, differently for every mix of lengths. A
+device's capacity is the rate at which requests start when the queue is never empty. Pure.
+
+    fleet = devices_needed(traffic, serving=serving, step_times=step_times, targets=Targets(ttft_s=1.0))
+    fleet.devices, fleet.load
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from pipeline.scheduler import Serving
+from pipeline.simulation import Percentiles, Replay, percentiles, replay
+from pipeline.step_times import StepTimes
+from pipeline.traffic import Request, Traffic, split_round_robin
+from pipeline.values import Value
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+LEAST_REQUESTS = 6_000
+"""Simulated for the final figures: sixty lie beyond the 99th percentile."""
+ROUGH_REQUESTS = 800
+"""Simulated for each number that the search only passes by."""
+TRACE_REQUESTS = 20_000
+"""Of a trace's devices as many are simulated as get so many requests together: their shares are alike."""
+APART_S = 1e6
+"""Between requests that are to have a device to themselves."""
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Targets(Value):
+    """The longest waits allowed, at a percentile of the requests; None sets no limit."""
+
+    ttft_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+    percentile: Annotated[float, Field(gt=0, lt=100)] = 99.0
+
+
+class FleetSize(Value):
+    """The smallest number of devices that meets the targets, and how it is there.
+
+    `devices` is None when no number does, and `reason` says why; the figures of a loaded device are then None
+    too. `load` is the traffic over what that many devices could serve, `busy` the share of time in which
+    a step runs (a step takes nearly as long for one sequence as for many, so it says little of the load).
+    `unloaded_*` are the targets' percentile for requests that have a device to themselves. Percentiles are
+    over the requests of all simulated devices; of Poisson traffic the first tenth or more, which found an
+    empty device, is left out.
+    """
+
+    devices: int | None
+    reason: str = ""
+    capacity_requests_per_s: float | None = None
+    load: float | None = None
+    busy: float | None = None
+    mean_batch: float | None = None
+    output_tokens_per_s: float | None = None
+    """Of one device, at this load."""
+    ttft_s: Percentiles | None = None
+    tpot_s: Percentiles | None = None
+    latency_s: Percentiles | None = None
+    target_ttft_s: float | None = None
+    target_tpot_s: float | None = None
+    """What stands beside the targets: the figures at their percentile."""
+    unloaded_ttft_s: float | None = None
+    unloaded_tpot_s: float | None = None
+    preemptions: int = 0
+    simulated_requests: int = 0
+
+
+def devices_needed(
+    traffic: Traffic | Sequence[Request],
+    *,
+    serving: Serving,
+    step_times: StepTimes,
+    targets: Targets,
+    seed: int = 0,
+) -> FleetSize:
+    """The smallest number of equal devices for `traffic`, or why no number will do.
+
+    Poisson traffic goes to the devices at random, a trace's requests in turn. Simulated per candidate are at
+    least 6,000 requests and ten times as many as a device holds at once, which is at least ten times as long as
+    a request stays; the search passes other numbers by with fewer. A 99th percentile near full load is still
+    an estimate: other requests of the same kind can move the answer by one device in eight or so.
+    """
+    search = _Search(traffic, serving=serving, step_times=step_times, targets=targets, seed=seed)
+    longest = search.longest
+    if not serving.fits(longest):
+        blocks = serving.blocks(longest.prompt_tokens + longest.new_tokens - 1)
+        return FleetSize(
+            devices=None,
+            reason=f"a request of {longest.prompt_tokens} + {longest.new_tokens} tokens needs {blocks} blocks of "
+            f"{serving.block_tokens} tokens; a device's KV cache has {serving.cache_blocks}",
+        )
+    ttft_s, tpot_s = search.at_target(search.unloaded)
+    for name, wait_s, limit_s in (("TTFT", ttft_s, targets.ttft_s), ("TPOT", tpot_s, targets.tpot_s)):
+        if wait_s is not None and limit_s is not None and wait_s > limit_s:
+            reason = (
+                f"the {name} target of {limit_s:.4g} s is below the {wait_s:.4g} s that requests take with a "
+                f"device to themselves (percentile {targets.percentile:g})"
+            )
+            return FleetSize(devices=None, reason=reason, unloaded_ttft_s=ttft_s, unloaded_tpot_s=tpot_s)
+    found = search.smallest()
+    return found.model_copy(update={"unloaded_ttft_s": ttft_s, "unloaded_tpot_s": tpot_s})
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A number of devices, simulated."""
+
+    devices: int
+    replays: list[Replay]
+    skip: int
+
+
+class _Search:
+    """The search's fixed inputs, and what follows from them alone."""
+
+    def __init__(
+        self,
+        traffic: Traffic | Sequence[Request],
+        *,
+        serving: Serving,
+        step_times: StepTimes,
+        targets: Targets,
+        seed: int,
+    ) -> None:
+        self.traffic, self.serving, self.step_times = traffic, serving, step_times
+        self.targets, self.seed = targets, seed
+        if isinstance(traffic, Traffic):
+            self.longest = traffic.longest
+            self.requests_per_s: float | None = traffic.requests_per_s
+            self.sample = traffic.requests(ROUGH_REQUESTS, seed=seed)
+        else:
+            if not traffic:
+                raise ValueError("the trace holds no request")
+            self.longest = max(traffic, key=lambda one: one.prompt_tokens + one.new_tokens)
+            span_s = traffic[-1].arrival_s - traffic[0].arrival_s
+            self.requests_per_s = len(traffic) / span_s if span_s > 0 else None
+            self.sample = list(traffic[:ROUGH_REQUESTS])
+        tokens = sum(one.prompt_tokens + one.new_tokens / 2 for one in self.sample) / len(self.sample)
+        held = math.ceil(serving.cache_blocks * serving.block_tokens / tokens)
+        self.held = max(1, min(serving.max_sequences, held))
+        """Sequences that a full device holds at once."""
+
+    @cached_property
+    def unloaded(self) -> _Trial:
+        """Requests that never meet."""
+        apart = [
+            Request(place * APART_S, one.prompt_tokens, one.new_tokens)
+            for place, one in enumerate(self.sample[:400])
+        ]
+        return _Trial(0, [self._replay(apart)], 0)
+
+    def capacity_requests_per_s(self) -> float:
+        """Requests that a device starts a second when all of them wait from the beginning.
+
+        The slope of starts over time (least squares) once the device has been filled twice.
+        """
+        import numpy as np
+
+        count = max(LEAST_REQUESTS // 2, 8 * self.held)
+        if isinstance(self.traffic, Traffic):
+            source: Sequence[Request] = self.traffic.requests(count, seed=self.seed)
+        else:
+            source = self.traffic
+        burst = [
+            Request(0.0, one.prompt_tokens, one.new_tokens)
+            for one in (source[place % len(source)] for place in range(count))
+        ]
+        start_s = np.sort(self._replay(burst).start_s)[2 * self.held :]
+        order = np.arange(len(start_s))
+        return float(np.cov(start_s, order)[0, 1] / np.var(start_s, ddof=1))
+
+    def smallest(self) -> FleetSize:
+        """The smallest number that passes: found roughly, then around there in full."""
+        capacity = self.capacity_requests_per_s()
+        least = 1 if self.requests_per_s is None else math.floor(self.requests_per_s / capacity) + 1
+        most = self._most(least)
+        full: dict[int, _Trial] = {}
+
+        def rough_passes(devices: int) -> bool:
+            return self.passes(self.trial(devices, full=False))
+
+        def full_passes(devices: int) -> bool:
+            full[devices] = self.trial(devices, full=True)
+            return self.passes(full[devices])
+
+        rough = _smallest_passing(rough_passes, least=least, most=most, start=least)
+        found = _smallest_passing(full_passes, least=least, most=most, start=rough or most)
+        if found is None:
+            reason = f"the targets aren't met even with {most} devices, which leave each nearly idle"
+            return FleetSize(devices=None, reason=reason, capacity_requests_per_s=capacity)
+        return self._size(full[found], capacity)
+
+    def _most(self, least: int) -> int:
+        """Devices on which requests hardly ever meet: each idle for 99 % of the time or more."""
+        if self.requests_per_s is None:
+            return max(least, len(self.traffic) if not isinstance(self.traffic, Traffic) else least)
+        latency_s = float(self.unloaded.replays[0].latency_s.mean())
+        return max(least, math.ceil(self.requests_per_s * latency_s * 100))
+
+    def trial(self, devices: int, *, full: bool) -> _Trial:
+        """Simulate that many devices; one stands for all where the traffic is Poisson."""
+        if isinstance(self.traffic, Traffic):
+            count = max(LEAST_REQUESTS, 10 * self.held) if full else max(ROUGH_REQUESTS, 4 * self.held)
+            skip = max(count // 10, min(self.held, count // 4))
+            requests = self.traffic.requests(count, seed=self.seed, devices=devices)
+            return _Trial(devices, [self._replay(requests)], skip)
+        shares = split_round_robin(self.traffic, devices=devices)
+        simulated = math.ceil(min(1.0, TRACE_REQUESTS / len(self.traffic)) * devices)
+        return _Trial(devices, [self._replay(share) for share in shares[:simulated] if share], 0)
+
+    def passes(self, trial: _Trial) -> bool:
+        """Whether both targets are met."""
+        ttft_s, tpot_s = self.at_target(trial)
+        return all(
+            wait_s is None or limit_s is None or wait_s <= limit_s
+            for wait_s, limit_s in ((ttft_s, self.targets.ttft_s), (tpot_s, self.targets.tpot_s))
+        )
+
+    def at_target(self, trial: _Trial) -> tuple[float | None, float | None]:
+        """TTFT and TPOT at the targets' percentile."""
+        import numpy as np
+
+        ttft_s, tpot_s = _pooled(trial)[:2]
+        at = self.targets.percentile
+        return (
+            float(np.percentile(ttft_s, at)) if len(ttft_s) else None,
+            float(np.percentile(tpot_s, at)) if len(tpot_s) else None,
+        )
+
+    def _replay(self, requests: Sequence[Request]) -> Replay:
+        return replay(requests, serving=self.serving, step_times=self.step_times)
+
+    def _size(self, trial: _Trial, capacity: float) -> FleetSize:
+        ttft_s, tpot_s, latency_s = _pooled(trial)
+        target_ttft_s, target_tpot_s = self.at_target(trial)
+        results = [one.result() for one in trial.replays]
+        rate = self.requests_per_s
+        return FleetSize(
+            devices=trial.devices,
+            capacity_requests_per_s=capacity,
+            load=None if rate is None else rate / (trial.devices * capacity),
+            busy=_mean([one.busy for one in results]),
+            mean_batch=_mean([one.mean_batch for one in results]),
+            output_tokens_per_s=_mean([one.output_tokens_per_s for one in results]),
+            ttft_s=percentiles(ttft_s),
+            tpot_s=percentiles(tpot_s),
+            latency_s=percentiles(latency_s),
+            target_ttft_s=target_ttft_s,
+            target_tpot_s=target_tpot_s,
+            preemptions=sum(one.preemptions for one in results),
+            simulated_requests=sum(one.requests for one in results),
+        )
+
+
+def _pooled(trial: _Trial) -> tuple[Floats, Floats, Floats]:
+    """TTFT, TPOT and latency of the requests of all simulated devices."""
+    import numpy as np
+
+    return (
+        np.concatenate([one.ttft_s[trial.skip :] for one in trial.replays]),
+        np.concatenate([one.tpot_s(skip=trial.skip) for one in trial.replays]),
+        np.concatenate([one.latency_s[trial.skip :] for one in trial.replays]),
+    )
+
+
+def _mean(figures: Sequence[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _smallest_passing(passes: Callable[[int], bool], *, least: int, most: int, start: int) -> int | None:
+    """The smallest number from `least` to `most` that passes, given that all above one that passes do.
+
+    Looks around `start` first, ever further, then halves what is left. None when not even `most` passes.
+    """
+    failed, passed = least - 1, most + 1
+    candidate, stride = start, 1
+    while failed < candidate < passed:
+        if passes(candidate):
+            passed, candidate = candidate, max(candidate - stride, failed + 1)
+        else:
+            failed, candidate = candidate, min(candidate + stride, passed - 1)
+        stride *= 2
+        if failed >= least and passed <= most:
+            candidate = (failed + passed) // 2
+    return passed if passed <= most else None

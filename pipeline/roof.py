@@ -1,0 +1,146 @@
+"""One variant under one device's roof: what each pass reads and computes, and how long that takes at least.
+
+The roofline's functions know bytes and FLOPs; this knows which bytes and FLOPs a model of given shapes has at
+a batch and a depth of context. Pure.
+
+    roof = Roof(facts, quantizer=quantizer, kv_element_bytes=2, bandwidth_bytes_per_s=3.35e12, …)
+    roof.step_s(8, context_tokens=2048), roof.prefill_s(2048)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pipeline.footprint import ShapeFacts, StoresWeights, WeightReads, kv_bytes, weight_reads
+from pipeline.roofline import attended_pairs, step_floor_s
+
+Bound = Literal["memory", "compute"]
+
+LARGEST_BATCH = 65_536
+"""Where the search for the compute-bound batch ends; no server holds more sequences."""
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Limits of one variant on one device whose bandwidth is known.
+
+    `compute_bytes` is the size of the floats that an engine computes with where it isn't that of the stored ones.
+    """
+
+    facts: ShapeFacts
+    quantizer: StoresWeights
+    kv_element_bytes: int
+    compute_bytes: int | None
+    bandwidth_bytes_per_s: float
+    peak_flops_per_s: float | None
+
+    @cached_property
+    def reads(self) -> WeightReads:
+        """Weight bytes that a pass of any number of tokens reads."""
+        return weight_reads(self.facts, quantizer=self.quantizer, compute_bytes=self.compute_bytes)
+
+    def cache_bytes(self, context_tokens: int) -> int:
+        """KV cache of one sequence; 0 where its shape is unknown, which leaves a floor a floor."""
+        return kv_bytes(self.facts, context_tokens, element_bytes=self.kv_element_bytes) or 0
+
+    def step_bytes(self, batch_size: int, *, context_tokens: int) -> float:
+        """Bytes that a decode step reads: weights once, every sequence's cache at that depth."""
+        return self.reads.bytes(batch_size) + batch_size * self.cache_bytes(context_tokens)
+
+    def step_flops(self, batch_size: int, *, context_tokens: int) -> float:
+        """FLOPs of a decode step: two a weight and sequence, and the attention over the context."""
+        attention = sum(
+            span.flops_per_pair * min(context_tokens, span.window_tokens or context_tokens)
+            for span in self.facts.attention or ()
+        )
+        return batch_size * (2.0 * self.facts.weights_read_per_token + attention)
+
+    def step_s(self, batch_size: int, *, context_tokens: int) -> float:
+        """Shortest decode step of `batch_size` sequences at that depth."""
+        return step_floor_s(
+            read_bytes=self.step_bytes(batch_size, context_tokens=context_tokens),
+            flops=self.step_flops(batch_size, context_tokens=context_tokens),
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            peak_flops_per_s=self.peak_flops_per_s,
+        )
+
+    def intensity(self, batch_size: int, *, context_tokens: int) -> float:
+        """FLOPs of a decode step for each byte it reads."""
+        flops = self.step_flops(batch_size, context_tokens=context_tokens)
+        return flops / self.step_bytes(batch_size, context_tokens=context_tokens)
+
+    def bound(self, batch_size: int, *, context_tokens: int) -> Bound:
+        """What takes longer in a decode step; reading where the peak is unknown."""
+        if self.peak_flops_per_s is None:
+            return "memory"
+        ridge = self.peak_flops_per_s / self.bandwidth_bytes_per_s
+        return "compute" if self.intensity(batch_size, context_tokens=context_tokens) >= ridge else "memory"
+
+    def compute_bound_batch(self, *, context_tokens: int) -> int | None:
+        """Smallest batch whose step computes as long as it reads; None where no batch does.
+
+        Intensity only rises with the batch: weights are shared, the cache's reading stays in proportion.
+        """
+        if self.bound(LARGEST_BATCH, context_tokens=context_tokens) == "memory":
+            return None
+        low, high = 0, LARGEST_BATCH
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.bound(middle, context_tokens=context_tokens) == "compute":
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def largest_batch_within(self, step_limit_s: float, *, context_tokens: int, at_most: int) -> int:
+        """Largest batch whose step keeps the limit; 0 when even one sequence doesn't."""
+        low, high = 0, at_most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.step_s(middle, context_tokens=context_tokens) <= step_limit_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def prefill_flops(self, prompt_tokens: int) -> float:
+        """FLOPs of a prompt: two a weight and token, and causal attention's pairs; the head once.
+
+        Only the last token's logits are needed, and a floor must not count work that an engine can leave out.
+        The factor 2 is a multiply and an add (arXiv 2001.08361, section 2.1).
+        """
+        attention = sum(
+            span.flops_per_pair * attended_pairs(prompt_tokens, window_tokens=span.window_tokens)
+            for span in self.facts.attention or ()
+        )
+        head = self.facts.embedding_weights if self.facts.tied else self.facts.head_weights
+        per_token = self.facts.weights_read_per_token - head
+        return 2.0 * (per_token * prompt_tokens + head) + attention
+
+    def prefill_s(self, prompt_tokens: int) -> float:
+        """Shortest prefill of one prompt, which yields the first token: the floor of TTFT."""
+        return step_floor_s(
+            read_bytes=self.reads.bytes(prompt_tokens),
+            flops=self.prefill_flops(prompt_tokens),
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            peak_flops_per_s=self.peak_flops_per_s,
+        )
+
+    def answer_bytes(self, prompt_tokens: int, *, new_tokens: int) -> int:
+        """Bytes streamed for one request alone: one pass over the prompt, one for each further token."""
+        depth = mean_depth_tokens(prompt_tokens, new_tokens)
+        return round(
+            self.reads.bytes(prompt_tokens) + (new_tokens - 1) * self.step_bytes(1, context_tokens=depth)
+        )
+
+    def answer_s(self, prompt_tokens: int, *, new_tokens: int) -> float:
+        """Shortest time to the last token of one request alone, every step taken at the mean depth."""
+        depth = mean_depth_tokens(prompt_tokens, new_tokens)
+        return self.prefill_s(prompt_tokens) + (new_tokens - 1) * self.step_s(1, context_tokens=depth)
+
+
+def mean_depth_tokens(prompt_tokens: int, new_tokens: int) -> int:
+    """Tokens in the cache of a request half-way through its answer."""
+    return prompt_tokens + new_tokens // 2

@@ -1,0 +1,318 @@
+"""One variant before it exists: bytes, floors, ceilings, capacity and price on one device. Pure.
+
+setting = PlanSetting(recipe=recipe, device=device, facts=facts)
+variant_plan(setting, variant, baseline=None)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from pipeline.data_sheet import Device
+from pipeline.footprint import ShapeFacts, WeightBytes, kv_bytes, kv_bytes_per_token, weight_bytes
+from pipeline.plan_values import BatchPlan, CapacityPlan, VariantPlan
+from pipeline.recipe import ExpandedRecipe, VariantSpec
+from pipeline.roof import Roof, mean_depth_tokens
+from pipeline.roofline import break_even_batch, capacity, dollars_per_million_tokens, ops_per_byte
+from pipeline.traffic import Request
+
+USABLE_MEMORY_SHARE = 0.9
+"""Share of a device's memory that a run may use when the recipe names no budget."""
+DEFAULT_BLOCK_TOKENS = 16
+"""Tokens of a page of a paged KV cache where the recipe's traffic names none; vLLM's default on GPUs."""
+FP8_BYTES = 1
+
+
+@dataclass(frozen=True)
+class PlanSetting:
+    """What every variant of a plan has in common."""
+
+    recipe: ExpandedRecipe
+    device: Device
+    facts: ShapeFacts
+    dollars_per_hour: float | None
+    trace: tuple[Request, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt of the workload."""
+        return self.recipe.workload.prompt_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """Answer of the workload."""
+        return self.recipe.workload.new_tokens
+
+    @property
+    def depth_tokens(self) -> int:
+        """Cached tokens of a request half-way through its answer: where its mean step is taken."""
+        return mean_depth_tokens(self.prompt_tokens, self.new_tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        """Length that a sequence may grow to: the capacity section's, else the workload's."""
+        spec = self.recipe.capacity
+        return spec.context_tokens if spec else self.prompt_tokens + self.new_tokens
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that a variant may use."""
+        return budget_bytes(self.recipe, device=self.device)
+
+    @property
+    def latency_limit_s(self) -> float | None:
+        """Longest time between two tokens that the traffic's targets allow."""
+        return self.recipe.traffic.targets.tpot_s if self.recipe.traffic else None
+
+    @cached_property
+    def mean_sequence_tokens(self) -> float:
+        """Full length of a mean request: of the trace or the traffic's distributions, else of the workload."""
+        traffic = self.recipe.traffic
+        if self.trace:
+            return sum(one.prompt_tokens + one.new_tokens for one in self.trace) / len(self.trace)
+        if traffic and traffic.prompt_tokens and traffic.new_tokens:
+            return traffic.prompt_tokens.mean_tokens + traffic.new_tokens.mean_tokens
+        return self.prompt_tokens + self.new_tokens
+
+    @cached_property
+    def longest_request_tokens(self) -> int:
+        """The longest sequence that can come, by trace, distributions or workload."""
+        traffic = self.recipe.traffic
+        if self.trace:
+            return max(one.prompt_tokens + one.new_tokens for one in self.trace)
+        if traffic and traffic.prompt_tokens and traffic.new_tokens:
+            return traffic.prompt_tokens.longest_tokens + traffic.new_tokens.longest_tokens
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.recipe.traffic.block_tokens if self.recipe.traffic else DEFAULT_BLOCK_TOKENS
+
+
+def budget_bytes(recipe: ExpandedRecipe, *, device: Device) -> int:
+    """Memory a variant may use: the recipe's budget, else 0.9 × the device's memory."""
+    named = recipe.capacity.memory_budget_bytes if recipe.capacity else None
+    return named or int(USABLE_MEMORY_SHARE * device.memory_bytes)
+
+
+def kv_element_bytes(variant: VariantSpec) -> int:
+    """Bytes of one cached value: the engine's arithmetic type, or the variant's own 32 or 16 bits."""
+    dtype = getattr(variant.engine, "compute_dtype", "auto")
+    return 4 if dtype == "float32" or (dtype == "auto" and variant.quantizer.precision == "fp32") else 2
+
+
+def compute_bytes(variant: VariantSpec) -> int | None:
+    """Bytes of the floats that the engine computes with; None for those that are stored."""
+    return 4 if getattr(variant.engine, "compute_dtype", "auto") == "float32" else None
+
+
+def arithmetic_flops_per_s(device: Device) -> float | None:
+    """Peak of the 16-bit arithmetic that weight-only quantization computes in; a CPU's fastest type."""
+    peaks = device.peak_flops_per_s
+    if device.kind == "cpu":
+        return max(peaks.values(), default=None)
+    return peaks.get("fp16") or peaks.get("bf16")
+
+
+def roof_of(setting: PlanSetting, variant: VariantSpec) -> Roof | None:
+    """The variant's roof; None where the device's bandwidth isn't known."""
+    if not setting.device.bandwidth_bytes_per_s:
+        return None
+    return Roof(
+        facts=setting.facts,
+        quantizer=variant.quantizer,
+        kv_element_bytes=kv_element_bytes(variant),
+        compute_bytes=compute_bytes(variant),
+        bandwidth_bytes_per_s=setting.device.bandwidth_bytes_per_s,
+        peak_flops_per_s=arithmetic_flops_per_s(setting.device),
+    )
+
+
+def variant_plan(setting: PlanSetting, variant: VariantSpec, *, baseline: VariantPlan | None) -> VariantPlan:
+    """Every figure of one variant; `baseline` is None for the baseline itself."""
+    weights = weight_bytes(setting.facts, quantizer=variant.quantizer, compute_bytes=compute_bytes(variant))
+    return _Variant(setting=setting, variant=variant, weights=weights).plan(baseline)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    setting: PlanSetting
+    variant: VariantSpec
+    weights: WeightBytes
+
+    def plan(self, baseline: VariantPlan | None) -> VariantPlan:
+        setting, weights = self.setting, self.weights
+        roof = roof_of(setting, self.variant)
+        at_context = self.cache_bytes(setting.context_tokens)
+        held = self.held(at_context)
+        ending = _ending(setting, roof, held)
+        best = self.best_batch(roof, held)
+        kv_budget = max(0, setting.budget_bytes - weights.resident)
+        assert self.variant.engine is not None
+        return VariantPlan(
+            name=self.variant.name,
+            precision=self.variant.quantizer.precision,
+            quantizer=self.variant.quantizer.kind,
+            engine=self.variant.engine.kind,
+            required=self.variant.required,
+            weight_bytes_on_disk=weights.on_disk,
+            weight_bytes_resident=weights.resident,
+            weight_parts=weights.parts,
+            bits_per_weight=weights.bits_per_weight,
+            bytes_read_per_token=weights.read_per_token,
+            kv_bytes_per_token=kv_bytes_per_token(
+                setting.facts, element_bytes=kv_element_bytes(self.variant)
+            ),
+            kv_bytes_at_context=at_context,
+            kv_bytes_at_context_fp8=self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES),
+            kv_budget_bytes=kv_budget,
+            kv_budget_gain=_gain(kv_budget, baseline),
+            fits=None if held is None else held >= 1,
+            devices_to_hold=None if at_context is None else self.devices_to_hold(at_context),
+            max_batch=held,
+            max_batch_fp8_kv=self.held(self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES)),
+            capacity=self.capacity_plan(),
+            passes_per_answer=setting.new_tokens,
+            best_batch=best,
+            compute_bound_batch=ending.compute_bound_batch,
+            limited_by=ending.limited_by,
+            batches=self.batches(roof, held=held, best=best),
+            **self.speed(roof),
+            **self.prices(roof, best=best),
+        )
+
+    def cache_bytes(self, tokens: int, *, element_bytes: int | None = None) -> int | None:
+        element = element_bytes or kv_element_bytes(self.variant)
+        return kv_bytes(self.setting.facts, tokens, element_bytes=element)
+
+    def held(self, sequence_bytes: float | None, *, budget: int | None = None) -> int | None:
+        """Sequences that fit beside the weights; None where a sequence's bytes aren't known."""
+        if not sequence_bytes:
+            return None
+        budget = self.setting.budget_bytes if budget is None else budget
+        return capacity(budget, weight_bytes=self.weights.resident, kv_bytes_per_sequence=sequence_bytes)
+
+    def devices_to_hold(self, at_context: int) -> int:
+        return math.ceil((self.weights.resident + at_context) / self.setting.budget_bytes)
+
+    def capacity_plan(self) -> CapacityPlan | None:
+        setting = self.setting
+        block, memory = setting.block_tokens, setting.device.memory_bytes
+        in_blocks = block * math.ceil(setting.mean_sequence_tokens / block)
+        whole, paged = self.cache_bytes(setting.context_tokens), self.cache_bytes(in_blocks)
+        if not whole or not paged:
+            return None
+        return CapacityPlan(
+            block_tokens=block,
+            mean_sequence_tokens=setting.mean_sequence_tokens,
+            contiguous=self.held(whole) or 0,
+            contiguous_without_headroom=self.held(whole, budget=memory) or 0,
+            paged=self.held(paged) or 0,
+            paged_without_headroom=self.held(paged, budget=memory) or 0,
+        )
+
+    def best_batch(self, roof: Roof | None, held: int | None) -> int | None:
+        """The largest batch that fits and keeps the latency limit; None where that can't be told."""
+        limit_s = self.setting.latency_limit_s
+        if not held or roof is None:
+            return held
+        if limit_s is None:
+            return held
+        return roof.largest_batch_within(limit_s, context_tokens=self.setting.depth_tokens, at_most=held)
+
+    def speed(self, roof: Roof | None) -> dict[str, Any]:
+        """Floors and ceilings of one request alone."""
+        setting = self.setting
+        if roof is None:
+            names = ("decode_ceiling_tokens_per_s", "tpot_floor_s", "prefill_ceiling_tokens_per_s")
+            more = ("ttft_floor_s", "answer_floor_s", "bytes_per_answer", "break_even_batch")
+            return dict.fromkeys((*names, *more, "prefill_intensity_flops_per_byte"))
+        step_s = roof.step_s(1, context_tokens=setting.depth_tokens)
+        prefill_s = roof.prefill_s(setting.prompt_tokens) if roof.peak_flops_per_s else None
+        answer_s = roof.answer_s(setting.prompt_tokens, new_tokens=setting.new_tokens)
+        return {
+            "decode_ceiling_tokens_per_s": 1 / step_s,
+            "tpot_floor_s": step_s,
+            "prefill_ceiling_tokens_per_s": prefill_s and setting.prompt_tokens / prefill_s,
+            "prefill_intensity_flops_per_byte": roof.prefill_flops(setting.prompt_tokens)
+            / roof.reads.bytes(setting.prompt_tokens),
+            "ttft_floor_s": prefill_s,
+            "answer_floor_s": answer_s if roof.peak_flops_per_s else None,
+            "bytes_per_answer": roof.answer_bytes(setting.prompt_tokens, new_tokens=setting.new_tokens),
+            "break_even_batch": self.break_even(roof),
+        }
+
+    def break_even(self, roof: Roof) -> float | None:
+        """By weights alone, those that a token reads: ops:byte × bytes a weight ÷ 2."""
+        if roof.peak_flops_per_s is None:
+            return None
+        ridge = ops_per_byte(roof.peak_flops_per_s, bandwidth_bytes_per_s=roof.bandwidth_bytes_per_s)
+        per_weight = self.weights.read_per_token / self.setting.facts.weights_read_per_token
+        return break_even_batch(ridge, bytes_per_weight=per_weight)
+
+    def batches(self, roof: Roof | None, *, held: int | None, best: int | None) -> tuple[BatchPlan, ...]:
+        """The recipe's batch sizes, powers of two up to what fits, and the best batch."""
+        if roof is None:
+            return ()
+        sizes = set(self.setting.recipe.speed.batch_sizes if self.setting.recipe.speed else (1,))
+        sizes |= {2**power for power in range(12) if 2**power <= (held or 1)}
+        sizes |= {best} if best else set()
+        return tuple(self.batch(roof, size, held=held) for size in sorted(sizes))
+
+    def batch(self, roof: Roof, size: int, *, held: int | None) -> BatchPlan:
+        depth = self.setting.depth_tokens
+        step_s = roof.step_s(size, context_tokens=depth)
+        fits = None if held is None else size <= held
+        price = self.setting.dollars_per_hour if fits is not False else None
+        return BatchPlan(
+            batch_size=size,
+            intensity_flops_per_byte=roof.intensity(size, context_tokens=depth),
+            step_floor_s=step_s,
+            tokens_per_s=size / step_s,
+            bound=roof.bound(size, context_tokens=depth),
+            fits=fits,
+            dollars_per_million_output_tokens=price
+            and dollars_per_million_tokens(size / step_s, dollars_per_hour=price),
+        )
+
+    def prices(self, roof: Roof | None, *, best: int | None) -> dict[str, Any]:
+        """Output tokens at the best batch; input tokens at the prefill's ceiling. A machine kept busy."""
+        price, setting = self.setting.dollars_per_hour, self.setting
+        output = per_input = None
+        if price and roof and best:
+            rate = best / roof.step_s(best, context_tokens=setting.depth_tokens)
+            output = dollars_per_million_tokens(rate, dollars_per_hour=price)
+            if roof.peak_flops_per_s:
+                rate = setting.prompt_tokens / roof.prefill_s(setting.prompt_tokens)
+                per_input = dollars_per_million_tokens(rate, dollars_per_hour=price)
+        return {"dollars_per_million_output_tokens": output, "dollars_per_million_input_tokens": per_input}
+
+
+def _gain(kv_budget: int, baseline: VariantPlan | None) -> float | None:
+    if baseline is None:
+        return 1.0 if kv_budget else None
+    return kv_budget / baseline.kv_budget_bytes if baseline.kv_budget_bytes else None
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """What ends the batching."""
+
+    compute_bound_batch: int | None
+    limited_by: Literal["compute", "capacity"] | None
+
+
+def _ending(setting: PlanSetting, roof: Roof | None, held: int | None) -> _Ending:
+    if roof is None or roof.peak_flops_per_s is None:
+        return _Ending(compute_bound_batch=None, limited_by=None)
+    batch = roof.compute_bound_batch(context_tokens=setting.depth_tokens)
+    if held is None:
+        return _Ending(compute_bound_batch=batch, limited_by=None)
+    return _Ending(
+        compute_bound_batch=batch,
+        limited_by="compute" if batch is not None and batch <= held else "capacity",
+    )

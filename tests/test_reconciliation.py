@@ -1,0 +1,76 @@
+"""Planned and measured figures meet in one row, and a difference has a reason or is called unexplained."""
+
+from __future__ import annotations
+
+from pipeline.reconciliation import UNEXPLAINED, reconcile, table_rows
+from pipeline.results import Reconciliation
+from tests import result_builders as results
+from tests.plan_builders import CONTEXT, KV_PER_TOKEN, PARAMETERS, variant
+
+
+def by_figure(items: tuple[Reconciliation, ...]) -> dict[str, Reconciliation]:
+    return {item.figure: item for item in items}
+
+
+def test_bytes_that_agree_need_no_reason() -> None:
+    size = 2 * PARAMETERS
+    measured = results.variant(
+        "bf16",
+        checkpoint=results.manifest(weight_bytes_on_disk=size),
+        memory=results.memory(weight_bytes_resident=int(1.05 * size)),
+        speed=None,
+    )
+    found = by_figure(reconcile(variant("bf16"), measured))
+    assert found["weights on disk"].ratio == 1
+    assert found["weights on disk"].because == ""
+    assert found["weights resident"].ratio == 1.05
+    assert found["weights resident"].because == "", "within a tenth"
+
+
+def test_bytes_that_differ_are_unexplained() -> None:
+    measured = results.variant(
+        "bf16", memory=results.memory(weight_bytes_resident=3 * PARAMETERS), checkpoint=None, speed=None
+    )
+    found = by_figure(reconcile(variant("bf16"), measured))
+    assert found["weights resident"].because == UNEXPLAINED
+
+
+def test_decoding_stands_beside_its_ceiling_as_a_share_of_the_roof() -> None:
+    plan = variant("bf16")
+    ceiling = plan.batches[0].tokens_per_s
+    rows = [
+        results.speed_row(1, decode=0.6 * ceiling),
+        results.speed_row(8, decode=2 * plan.batches[1].tokens_per_s),
+    ]
+    found = by_figure(reconcile(plan, results.variant("bf16", speed=results.speed(rows=rows))))
+    one = found["decode at batch 1, at most"]
+    assert one.predicted == ceiling
+    assert one.because.startswith("60 % of the roof by bandwidth")
+    assert found["decode at batch 8, at most"].because == UNEXPLAINED, "faster than its roof"
+
+
+def test_void_rows_are_no_measurement() -> None:
+    rows = [results.speed_row(1, decode=20.0, outcome="void")]
+    found = by_figure(reconcile(variant("bf16"), results.variant("bf16", speed=results.speed(rows=rows))))
+    assert not [figure for figure in found if figure.startswith(("decode", "TTFT"))]
+
+
+def test_capacity_is_explained_by_what_a_sequence_really_took() -> None:
+    plan = variant("bf16")
+    cache = CONTEXT * KV_PER_TOKEN
+    capacity = results.capacity(
+        60, context_tokens=CONTEXT, kv_bytes_per_sequence=cache, peak_bytes_per_sequence=2.0 * cache
+    )
+    found = by_figure(reconcile(plan, results.variant("bf16", capacity=capacity, speed=None)))
+    assert found["KV cache at 4096 tokens"].ratio == 1
+    assert found["sequences at once"].predicted == plan.max_batch
+    assert "819.20 MB at the peak, 409.60 MB of it KV cache" in found["sequences at once"].because
+    ended = capacity.model_copy(update={"limited_by": "ceiling"})
+    found = by_figure(reconcile(plan, results.variant("bf16", capacity=ended, speed=None)))
+    assert "more may fit" in found["sequences at once"].because
+
+
+def test_what_was_not_measured_has_no_row() -> None:
+    nothing = results.variant("bf16", checkpoint=None, memory=None, speed=None, capacity=None)
+    assert reconcile(variant("bf16"), nothing) == ()
+    assert table_rows([("bf16", ())]) == []
