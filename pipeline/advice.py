@@ -133,19 +133,33 @@ def _quantization(baseline: VariantPlan, candidate: VariantPlan) -> Advice:
     ours, theirs = candidate.decode_ceiling_tokens_per_s, baseline.decode_ceiling_tokens_per_s
     assert ours is not None
     assert theirs is not None
-    held = ""
-    if candidate.max_batch is not None:
-        held = f"; holds {candidate.max_batch} sequences instead of {baseline.max_batch}"
     return Advice(
         step="quantization",
         gain=ours / theirs,
         text=f"{candidate.name}: {candidate.bytes_read_per_token / baseline.bytes_read_per_token:.2f} of the "
-        f"baseline's bytes a token{held}; prefill computes in 16 bits and gains nothing; quality must be measured",
+        f"baseline's bytes a token{_room(baseline, candidate)}; {_prefill_gain(baseline, candidate)}; "
+        "quality must be measured",
     )
 
 
+def _room(baseline: VariantPlan, candidate: VariantPlan) -> str:
+    if candidate.max_batch is None:
+        return ""
+    if not candidate.fits:
+        return f"; doesn't fit: {candidate.devices_to_hold} devices by memory"
+    return f"; holds {candidate.max_batch} sequences instead of {baseline.max_batch}"
+
+
+def _prefill_gain(baseline: VariantPlan, candidate: VariantPlan) -> str:
+    """Weights are computed with in 16 bits, so only a prefill that is bound by reading gains."""
+    if not baseline.ttft_floor_s or not candidate.ttft_floor_s:
+        return "prefill unknown"
+    gain = baseline.ttft_floor_s / candidate.ttft_floor_s
+    return f"prefill gains {gain:.2f} ×" if gain > 1.01 else "prefill computes in 16 bits and gains nothing"
+
+
 def _bigger_cards(setting: PlanSetting, spec: VariantSpec, baseline: VariantPlan) -> list[Advice]:
-    """Devices of the same kind on which the baseline decodes faster, the fastest last by name order of gain."""
+    """The least of the devices of the same kind that hold the baseline and decode it faster."""
     here = baseline.decode_ceiling_tokens_per_s
     assert here is not None
     found = []
@@ -154,16 +168,11 @@ def _bigger_cards(setting: PlanSetting, spec: VariantSpec, baseline: VariantPlan
             continue
         there = variant_plan(replace(setting, device=device), spec, baseline=None)
         rate = there.decode_ceiling_tokens_per_s
-        if rate is None or rate <= here:
+        if rate is None or rate <= here or there.fits is False:
             continue
         held = f"; holds {there.max_batch} sequences" if there.max_batch is not None else ""
-        found.append(
-            Advice(
-                step="hardware",
-                gain=rate / here,
-                text=f"{baseline.name} on {device.name}{held}{_price(device)}",
-            )
-        )
+        text = f"{baseline.name} on {device.name}{held}{_price(device)}"
+        found.append(Advice(step="hardware", gain=rate / here, text=text))
     return sorted(found, key=lambda one: one.gain)[:BIGGER_CARDS]
 
 

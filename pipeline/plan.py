@@ -70,7 +70,13 @@ def make_plan(
         prefill_share=share,
         advice=advice(setting, variants, specs),
         what_ifs=what_ifs(setting, specs[0]),
-        notes=(*_cache_notes(facts), *facts.notes, *_reach_notes(setting), *quality_notes(recipe)),
+        notes=(
+            *_cache_notes(facts),
+            *facts.notes,
+            *_fit_notes(setting, variants),
+            *_reach_notes(setting),
+            *quality_notes(recipe),
+        ),
         variants=variants,
     )
 
@@ -158,6 +164,24 @@ def _traffic(setting: PlanSetting) -> str | None:
 
 def _cache_notes(facts: ShapeFacts) -> tuple[str, ...]:
     return (f"KV cache: estimate unavailable: {facts.cache_unavailable}",) if facts.cache is None else ()
+
+
+def _fit_notes(setting: PlanSetting, variants: tuple[VariantPlan, ...]) -> list[str]:
+    """What is too large for one device, and how many hold it."""
+    return [_fit_note(setting, one) for one in variants if one.fits is False]
+
+
+def _fit_note(setting: PlanSetting, variant: VariantPlan) -> str:
+    many = (
+        f"{variant.devices_to_hold} of {setting.device.name} hold it by memory alone "
+        "(a device file can describe such a box as one device)"
+    )
+    if variant.kv_budget_bytes and variant.kv_bytes_at_context:
+        return (
+            f"{variant.name}: the weights leave {variant.kv_budget_bytes / 1e9:.2f} GB of the budget, one sequence of "
+            f"{setting.context_tokens} tokens takes {variant.kv_bytes_at_context / 1e9:.2f} GB: shorten it, or {many}"
+        )
+    return f"{variant.name}: the weights don't fit into the budget; {many}"
 
 
 def _reach_notes(setting: PlanSetting) -> list[str]:

@@ -5,7 +5,7 @@ lengths, loads and seeds, are simulated first and served for real afterwards. Wh
 once, what is in each step doesn't depend on time, so that the schedules are compared step by step too. Writes
 `simulation.json` and `simulation.md` to FOLDER and prints the page.
 
-    python -m scripts.compare_simulation FOLDER [--seconds 60] [--threads 1] [--model DIRECTORY]
+    python -m scripts.compare_simulation FOLDER [--seconds 50] [--threads 1] [--model DIRECTORY]
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def check(model_folder: Path, *, seconds: float, threads: int) -> Check:
         serving = _serving(blocks)
         with PagedEngine(model_folder, serving=serving, threads=threads) as engine:
             _say("warming up")
-            engine.serve(CALIBRATION.requests(8, seed=1), seed=1)
+            warming_up = [one for one in CALIBRATION.requests(20, seed=1) if serving.fits(one)]
+            engine.serve([Request(0.0, one.prompt_tokens, one.new_tokens) for one in warming_up[:8]], seed=1)
             if not comparisons:
                 calibration = _calibration_requests(engine, seconds=seconds)
                 step_times = fit_step_times(engine.serve(calibration, seed=2).steps, terms=TERMS)
@@ -224,7 +225,7 @@ def _compare(
     written = _WrittenSteps(step_times)
     simulated = replay(requests, serving=serving, step_times=written)
     real = engine.serve(requests, seed=trace.seed)
-    return Comparison(
+    found = Comparison(
         trace=trace,
         requests=len(requests),
         requests_per_s_offered=None if burst else rate,
@@ -234,6 +235,9 @@ def _compare(
         equal_steps=_equal_steps(written.steps, real.steps) if burst else None,
         figures=_figures(simulated.result(), real.replay.result()),
     )
+    ratios = ", ".join(f"{figure.name} {figure.ratio:.2f}" for figure in found.figures)
+    _say(f"  step times off by {found.step_error:+.1%}; simulated ÷ real: {ratios}")
+    return found
 
 
 class _WrittenSteps:
@@ -381,7 +385,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each of the seven traces")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of each of the seven traces")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
     arguments = parser.parse_args()
