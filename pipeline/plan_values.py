@@ -23,7 +23,11 @@ WorkloadClass = Literal["prefill-heavy", "decode-heavy", "balanced"]
 
 
 class HardwarePlan(Value):
-    """The device a plan is for. `arithmetic_flops_per_s` is the peak that floors compute at; `dollars_per_hour` is the recipe's price, else the data sheet's."""
+    """The device a plan is for.
+
+    `arithmetic_flops_per_s` is the peak that floors compute at; `dollars_per_hour` is the recipe's price, else
+    the data sheet's.
+    """
 
     name: str
     memory_bytes: int
