@@ -13,7 +13,7 @@ from pipeline.plan_values import Advice, VariantPlan, WhatIf, WorkloadClass
 from pipeline.quantizers.base import StoredBytes
 from pipeline.recipe import VariantSpec
 from pipeline.roof import Roof
-from pipeline.variant_plan import PlanSetting, arithmetic_flops_per_s, roof_of, variant_plan
+from pipeline.variant_plan import PlanSetting, arithmetic, roof_of, variant_plan
 
 HEAVY_SHARE = 2 / 3
 """A phase with two thirds of the time gives the workload its name."""
@@ -24,7 +24,7 @@ def prefill_share(setting: PlanSetting, roof: Roof | None, *, batch_size: int) -
     """Prefill's share of the roofline's time for `batch_size` requests that are answered together."""
     if roof is None or roof.peak_flops_per_s is None:
         return None
-    prefill_s = batch_size * roof.prefill_s(setting.prompt_tokens)
+    prefill_s = roof.prefill_s(setting.prompt_tokens, batch_size=batch_size)
     decode_s = (setting.new_tokens - 1) * roof.step_s(batch_size, context_tokens=setting.depth_tokens)
     return prefill_s / (prefill_s + decode_s)
 
@@ -41,7 +41,10 @@ def workload_class(share: float | None) -> WorkloadClass | None:
 def advice(
     setting: PlanSetting, variants: tuple[VariantPlan, ...], specs: tuple[VariantSpec, ...]
 ) -> tuple[Advice, ...]:
-    """At most one line for batching, one for each candidate, and the two best of the data sheet's devices."""
+    """Batching's gain is that of all requests together, the others' that of one request alone.
+
+    At most one line for batching, one for each candidate, and two devices of the data sheet, the least that gain.
+    """
     baseline = variants[0]
     if not baseline.decode_ceiling_tokens_per_s:
         return ()
@@ -133,11 +136,12 @@ def _quantization(baseline: VariantPlan, candidate: VariantPlan) -> Advice:
     ours, theirs = candidate.decode_ceiling_tokens_per_s, baseline.decode_ceiling_tokens_per_s
     assert ours is not None
     assert theirs is not None
+    share = candidate.bytes_read_per_token / baseline.bytes_read_per_token
     return Advice(
         step="quantization",
         gain=ours / theirs,
-        text=f"{candidate.name}: {candidate.bytes_read_per_token / baseline.bytes_read_per_token:.2f} of the "
-        f"baseline's bytes a token{_room(baseline, candidate)}; {_prefill_gain(baseline, candidate)}; "
+        text=f"{candidate.name}, one request alone: {share:.2f} of the baseline's bytes a token"
+        f"{_room(baseline, candidate)}; {_prefill_gain(baseline, candidate)}; "
         "quality must be measured",
     )
 
@@ -151,11 +155,13 @@ def _room(baseline: VariantPlan, candidate: VariantPlan) -> str:
 
 
 def _prefill_gain(baseline: VariantPlan, candidate: VariantPlan) -> str:
-    """Weights are computed with in 16 bits, so only a prefill that is bound by reading gains."""
+    """Weight-only formats multiply in 16 bits, so that only a prefill that is bound by reading gains from them."""
     if not baseline.ttft_floor_s or not candidate.ttft_floor_s:
         return "prefill unknown"
     gain = baseline.ttft_floor_s / candidate.ttft_floor_s
-    return f"prefill gains {gain:.2f} ×" if gain > 1.01 else "prefill computes in 16 bits and gains nothing"
+    return (
+        f"prefill gains {gain:.2f} ×" if gain > 1.01 else "prefill is bound by arithmetic and gains nothing"
+    )
 
 
 def _bigger_cards(setting: PlanSetting, spec: VariantSpec, baseline: VariantPlan) -> list[Advice]:
@@ -164,25 +170,25 @@ def _bigger_cards(setting: PlanSetting, spec: VariantSpec, baseline: VariantPlan
     assert here is not None
     found = []
     for device in DATA_SHEET.values():
-        if device.kind != setting.device.kind or not _is_bigger(device, setting.device):
+        if device.kind != setting.device.kind or not _is_bigger(device, setting.device, spec=spec):
             continue
         there = variant_plan(replace(setting, device=device), spec, baseline=None)
         rate = there.decode_ceiling_tokens_per_s
         if rate is None or rate <= here or there.fits is False:
             continue
         held = f"; holds {there.max_batch} sequences" if there.max_batch is not None else ""
-        text = f"{baseline.name} on {device.name}{held}{_price(device)}"
+        text = f"{baseline.name}, one request alone, on {device.name}{held}{_price(device)}"
         found.append(Advice(step="hardware", gain=rate / here, text=text))
     return sorted(found, key=lambda one: one.gain)[:BIGGER_CARDS]
 
 
-def _is_bigger(device: Device, than: Device) -> bool:
+def _is_bigger(device: Device, than: Device, *, spec: VariantSpec) -> bool:
     """More bandwidth and no less memory or arithmetic: what makes every phase at least as fast."""
-    flops, base = arithmetic_flops_per_s(device), arithmetic_flops_per_s(than)
+    ours, theirs = arithmetic(spec, device=device), arithmetic(spec, device=than)
     return (
         (device.bandwidth_bytes_per_s or 0) > (than.bandwidth_bytes_per_s or 0)
         and device.memory_bytes >= than.memory_bytes
-        and (flops or 0) >= (base or 0)
+        and (ours.flops_per_s if ours else 0) >= (theirs.flops_per_s if theirs else 0)
     )
 
 

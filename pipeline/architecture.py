@@ -85,10 +85,14 @@ class ShapeFacts(Value):
         return sum(shape.read_per_token * shape.out_features * shape.in_features for shape in self.linears)
 
     @property
+    def head_weights_read(self) -> int:
+        """Elements that turning one state into logits reads: the head's, or the embedding's table where tied."""
+        return self.embedding_weights if self.tied else self.head_weights
+
+    @property
     def unquantized_weights_read_per_token(self) -> int:
-        """Head (the embedding's table where tied), norms, biases: all but look-up tables."""
-        head = self.embedding_weights if self.tied else self.head_weights
-        return head + self.other_weights - self.unread_weights
+        """Head, norms, biases: all but look-up tables."""
+        return self.head_weights_read + self.other_weights - self.unread_weights
 
     @property
     def weights_read_per_token(self) -> int:

@@ -207,11 +207,12 @@ class _Search:
         return self._size(full[found], capacity)
 
     def _most(self, least: int) -> int:
-        """Devices on which requests hardly ever meet: each idle for 99 % of the time or more."""
+        """Devices on which requests hardly ever meet: each idle for 99 % of the time, or with one request."""
+        each_alone = math.inf if isinstance(self.traffic, Traffic) else len(self.traffic)
         if self.requests_per_s is None:
-            return max(least, len(self.traffic) if not isinstance(self.traffic, Traffic) else least)
+            return int(each_alone)
         latency_s = float(self.unloaded.replays[0].latency_s.mean())
-        return max(least, math.ceil(self.requests_per_s * latency_s * 100))
+        return max(least, int(min(each_alone, math.ceil(self.requests_per_s * latency_s * 100))))
 
     def trial(self, devices: int, *, full: bool) -> _Trial:
         """Simulate that many devices; one stands for all where the traffic is Poisson."""

@@ -13,14 +13,14 @@ from pipeline.data_sheet import Device
 from pipeline.errors import RecipeError
 from pipeline.fleet_plan import planned_fleet
 from pipeline.footprint import ShapeFacts, unreached_weights
-from pipeline.plan_values import HardwarePlan, Plan, VariantPlan
+from pipeline.plan_values import HardwarePlan, Plan, TrafficPlan, VariantPlan
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.roofline import ops_per_byte
 from pipeline.rules.max_quality_drop import MaxQualityDrop
 from pipeline.statistics import detectable_drop, documents_to_decide
 from pipeline.step_times import MeasuredSteps
 from pipeline.traffic import Request
-from pipeline.variant_plan import PlanSetting, arithmetic_flops_per_s, roof_of, variant_plan
+from pipeline.variant_plan import PlanSetting, roof_of, variant_plan
 
 ASSUMED_FLIP_RATE = 0.05
 """Share of answers that quantizing is taken to flip before anything is measured."""
@@ -59,7 +59,6 @@ def make_plan(
         hardware=_hardware(setting),
         parameters=_parameters(facts),
         traffic=_traffic(setting),
-        target_percentile=recipe.traffic.targets.percentile if recipe.traffic else None,
         context_tokens=setting.context_tokens,
         prompt_tokens=setting.prompt_tokens,
         new_tokens=setting.new_tokens,
@@ -98,8 +97,9 @@ def _check_lengths(loaded: LoadedRecipe, setting: PlanSetting) -> None:
     lengths = {
         "capacity.context_tokens": setting.context_tokens,
         "workload.prompt_tokens + workload.new_tokens": setting.prompt_tokens + setting.new_tokens,
-        "traffic (longest request)": setting.longest_request_tokens,
     }
+    if setting.recipe.traffic:
+        lengths["traffic (longest request)"] = setting.longest_request_tokens
     wrong = [f"{key} is {tokens}" for key, tokens in lengths.items() if tokens > limit]
     if wrong:
         raise RecipeError(
@@ -138,32 +138,32 @@ def _hardware(setting: PlanSetting) -> HardwarePlan:
         bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
         peak_flops_per_s=device.peak_flops_per_s,
         ops_per_byte=ratios,
-        arithmetic_flops_per_s=arithmetic_flops_per_s(device),
         dollars_per_hour=setting.dollars_per_hour,
         price_source="the recipe" if setting.recipe.cost else device.price_source,
         source=device.source,
     )
 
 
-def _traffic(setting: PlanSetting) -> str | None:
-    """The traffic and its targets in one line."""
+def _traffic(setting: PlanSetting) -> TrafficPlan | None:
     traffic = setting.recipe.traffic
     if traffic is None:
         return None
-    source = (
-        f"{len(setting.trace)} requests of {traffic.trace}"
-        if setting.trace
-        else f"{traffic.requests_per_s:g} requests/s"
+    return TrafficPlan(
+        requests_per_s=traffic.requests_per_s,
+        trace=traffic.trace,
+        trace_requests=len(setting.trace) if traffic.trace else None,
+        mean_sequence_tokens=setting.mean_sequence_tokens,
+        targets=traffic.targets,
     )
-    limits = {"TTFT": traffic.targets.ttft_s, "TPOT": traffic.targets.tpot_s}
-    kept = [f"{name} ≤ {1e3 * limit:g} ms" for name, limit in limits.items() if limit is not None]
-    if not kept:
-        return f"{source}, keeping up"
-    return f"{source}, {' and '.join(kept)} for {traffic.targets.percentile:g} % of them"
 
 
-def _cache_notes(facts: ShapeFacts) -> tuple[str, ...]:
-    return (f"KV cache: estimate unavailable: {facts.cache_unavailable}",) if facts.cache is None else ()
+def _cache_notes(facts: ShapeFacts) -> list[str]:
+    notes = []
+    if facts.cache is None:
+        notes.append(f"KV cache: estimate unavailable: {facts.cache_unavailable}")
+    if facts.attention is None:
+        notes.append("attention's own arithmetic isn't known for this model and isn't in the floors")
+    return notes
 
 
 def _fit_notes(setting: PlanSetting, variants: tuple[VariantPlan, ...]) -> list[str]:

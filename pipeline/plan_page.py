@@ -7,6 +7,7 @@ The file fetches nothing and runs nothing; the same plan gives the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from pipeline.plan_tables import (
 )
 from pipeline.plan_values import Plan
 from pipeline.roof import mean_depth_tokens
-from pipeline.roofline_plot import compute_peak, rate, roof_points, roofline_plot, three_digits
+from pipeline.roofline_plot import compute_peaks, rate, roof_points, roofline_plot, three_digits
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -130,7 +131,7 @@ def _cheapest(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
-    hardware, peak = plan.hardware, compute_peak(plan)
+    hardware, peaks = plan.hardware, compute_peaks(plan)
     workload: str = plan.workload_class or "?"
     if plan.prefill_share is not None:
         workload += f", prefill {100 * plan.prefill_share:.0f} % of the time at batch {plan.planned_batch}"
@@ -140,8 +141,8 @@ def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("device memory", f"{shown(hardware.memory_bytes, ',.1f', unit=1e9)} GB"),
         ("budget", f"{shown(plan.budget_bytes, ',.2f', unit=1e9)} GB"),
         ("memory bandwidth", f"{shown(hardware.bandwidth_bytes_per_s, ',.0f', unit=1e9)} GB/s"),
-        ("arithmetic", f"{rate(peak.flops_per_s)} ({', '.join(peak.types)})" if peak else "?"),
-        ("operations to bytes", f"{three_digits(peak.ops_per_byte)} FLOP/byte" if peak else "?"),
+        ("arithmetic", _each(f"{rate(peak.flops_per_s)} ({', '.join(peak.types)})" for peak in peaks)),
+        ("operations to bytes", _each(f"{three_digits(peak.ops_per_byte)} FLOP/byte" for peak in peaks)),
         ("price", price or "?"),
         ("parameters", f"{shown(plan.parameters['total'], ',.2f', unit=1e9)} billion"),
         ("read for each token", f"{shown(plan.parameters['read_per_token'], ',.2f', unit=1e9)} billion"),
@@ -149,6 +150,10 @@ def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("request", f"{plan.prompt_tokens:,} tokens in, {plan.new_tokens:,} out"),
         ("workload", workload),
     )
+
+
+def _each(facts: Iterable[str]) -> str:
+    return ", ".join(facts) or "?"
 
 
 def _assumptions(plan: Plan) -> tuple[str, ...]:
@@ -159,8 +164,9 @@ def _assumptions(plan: Plan) -> tuple[str, ...]:
         "reaches these figures, none may pass them.",
         "A decode step reads the weights that its tokens use once, whatever the batch, and the KV cache of "
         f"every sequence at the mean depth of {depth:,} tokens: the prompt and half the answer.",
-        "Quantized weights are turned into 16 bits before they are multiplied, so that the arithmetic's limit "
-        "is the 16-bit one (on a CPU that of its fastest type) and prefill gains nothing.",
+        "Weight-only quantization multiplies in 16 bits, so that the arithmetic's limit is the 16-bit one and "
+        "prefill gains only where reading limits it (short prompts, mixtures of experts); LLM.int8 multiplies in "
+        "INT8. On a CPU the fastest type's limit is taken.",
         "Embedding, head and norms stay unquantized. The embedding's table takes memory but isn't read "
         "unless it is the head, too.",
         "The budget is 0.9 of the device's memory unless the recipe names one; the rest is headroom for "
@@ -201,7 +207,7 @@ def _plot(heading: str, svg: str | None, *caption: str) -> _Plot | None:
 
 
 def _roofline(plan: Plan) -> _Plot | None:
-    flat = ", on the flat part by arithmetic" if compute_peak(plan) else ""
+    flat = ", on the flat part by arithmetic" if compute_peaks(plan) else ""
     return _plot(
         "roofline",
         roofline_plot(plan),

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from pipeline.fleet import FleetSize
-from pipeline.plan_values import BatchPlan, FleetPlan, Plan, VariantPlan, WhatIf
+from pipeline.plan_values import BatchPlan, FleetPlan, Plan, TrafficPlan, VariantPlan, WhatIf
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
 from pipeline.simulation import Percentiles
 
@@ -95,7 +95,7 @@ def memory_table(plan: Plan) -> Table:
         Column("weights in memory", "GB", lambda one: shown(one.weight_bytes_resident, ",.2f", unit=1e9)),
         Column("stored", "bits/weight", lambda one: shown(one.bits_per_weight, ".2f")),
         Column("left for KV cache", "GB", lambda one: shown(one.kv_budget_bytes, ",.2f", unit=1e9)),
-        Column("left", "× baseline", lambda one: shown(one.kv_budget_gain, ".2f")),
+        Column("left", "× baseline", lambda one: _dashed(one.kv_budget_gain, ".2f")),
         Column("KV cache", "MB/sequence", lambda one: shown(one.kv_bytes_at_context, ",.1f", unit=1e6)),
         Column("max batch", "whole context", lambda one: shown(one.max_batch, ",d")),
         Column("max batch", "paged", lambda one: shown(one.capacity.paged if one.capacity else None, ",d")),
@@ -111,6 +111,11 @@ def memory_table(plan: Plan) -> Table:
         columns,
         plan.variants,
     )
+
+
+def _dashed(value: float | None, form: str) -> str:
+    """A dash for what doesn't arise: a gain over a baseline that has no room."""
+    return "–" if value is None else shown(value, form)
 
 
 def _paging(plan: Plan) -> str:
@@ -143,6 +148,8 @@ def _compute_bound(variant: VariantPlan) -> str:
 
 
 def _ending(variant: VariantPlan) -> str:
+    if variant.max_batch == 0:
+        return "–"
     if variant.limited_by == "compute":
         return f"arithmetic, at {shown(variant.compute_bound_batch, ',d')}"
     if variant.limited_by == "capacity":
@@ -180,7 +187,7 @@ def batch_table(plan: Plan) -> Table:
 class _Fleet:
     name: str
     fleet: FleetPlan
-    percentile: float | None
+    percentile: float
 
     @property
     def size(self) -> FleetSize:
@@ -193,16 +200,17 @@ class _Fleet:
     def waits(self, waits: Percentiles | None, *, at_target: float | None, unit: float = 1) -> str:
         """The median, the figure at the targets' percentile unless that is the 99th, and the 99th percentile."""
         ends = (waits.p50, waits.p99) if waits else (None, None)
-        middle = () if self.percentile in (None, 99) else (at_target,)
+        middle = () if self.percentile == 99 else (at_target,)
         return " / ".join(self.shown(one, ",.1f", unit=unit) for one in (ends[0], *middle, ends[1]))
 
 
 def fleet_table(plan: Plan) -> Table | None:
     """Devices for the traffic and how requests fare on them; None without traffic."""
-    fleets = [_Fleet(one.name, one.fleet, plan.target_percentile) for one in plan.variants if one.fleet]
-    if not fleets:
+    if plan.traffic is None:
         return None
-    middle = "" if plan.target_percentile in (None, 99) else f"p{plan.target_percentile:g} / "
+    percentile = plan.traffic.targets.percentile
+    fleets = [_Fleet(one.name, one.fleet, percentile) for one in plan.variants if one.fleet]
+    middle = "" if percentile == 99 else f"p{percentile:g} / "
     at = f"p50 / {middle}p99"
     columns: list[Column[_Fleet]] = [
         Column("variant", "", lambda one: one.name),
@@ -236,7 +244,18 @@ def fleet_table(plan: Plan) -> Table | None:
         columns.append(Column("step times", "", lambda one: _step_times(one.fleet), text=True))
     if any(one.size.reason for one in fleets):
         columns.append(Column("why none", "", lambda one: one.size.reason, text=True))
-    return table("Fewest devices that keep the targets, by simulation", columns, fleets)
+    return table(f"Fewest devices for {_traffic(plan.traffic)}, by simulation", columns, fleets)
+
+
+def _traffic(traffic: TrafficPlan) -> str:
+    """Requests and targets in words."""
+    source = f"{traffic.requests_per_s:g} requests/s" if traffic.requests_per_s else f"{traffic.trace}"
+    limits = {"TTFT": traffic.targets.ttft_s, "TPOT": traffic.targets.tpot_s}
+    kept = [f"{name} ≤ {1e3 * limit:g} ms" for name, limit in limits.items() if limit is not None]
+    targets = (
+        f"with {' and '.join(kept)} for {traffic.targets.percentile:g} % of them" if kept else "kept up with"
+    )
+    return f"{source} {targets}"
 
 
 def _step_times(fleet: FleetPlan) -> str:
@@ -263,4 +282,5 @@ def measured_table(plan: Plan) -> Table | None:
     columns: list[Column[tuple[str, ...]]] = [
         Column(name, "", itemgetter(place), text=name in TEXT_COLUMNS) for place, name in enumerate(HEADER)
     ]
-    return table("Ratio is measured ÷ planned", columns, rows) if rows else None
+    title = f"Planned and measured by {plan.measured_run}; the ratio is measured ÷ planned"
+    return table(title, columns, rows) if rows else None

@@ -13,10 +13,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.fleet import FleetSize
+from pipeline.fleet import FleetSize, Targets
 from pipeline.footprint import WeightParts
 from pipeline.results import Reconciliation
 from pipeline.roof import Bound
+from pipeline.scheduler import Serving
 from pipeline.values import Value
 
 WorkloadClass = Literal["prefill-heavy", "decode-heavy", "balanced"]
@@ -25,8 +26,7 @@ WorkloadClass = Literal["prefill-heavy", "decode-heavy", "balanced"]
 class HardwarePlan(Value):
     """The device a plan is for.
 
-    `arithmetic_flops_per_s` is the peak that floors compute at; `dollars_per_hour` is the recipe's price, else
-    the data sheet's.
+    `dollars_per_hour` is the recipe's price, else the data sheet's.
     """
 
     name: str
@@ -34,7 +34,6 @@ class HardwarePlan(Value):
     bandwidth_bytes_per_s: float | None
     peak_flops_per_s: dict[str, float]
     ops_per_byte: dict[str, float]
-    arithmetic_flops_per_s: float | None
     dollars_per_hour: float | None
     price_source: str
     source: str
@@ -57,24 +56,37 @@ class BatchPlan(Value):
 
 
 class CapacityPlan(Value):
-    """Sequences that fit at once. Contiguous reserves the whole context for each; paged only what a sequence
-    of the workload's mean length fills, in whole blocks. Headroom is what the budget leaves of the device.
+    """Sequences that fit at once, beside `max_batch`, which reserves the whole context for each, with headroom.
+
+    Paged takes only what a sequence of the traffic's (else the workload's) mean length fills, in whole blocks.
+    Headroom is what the budget leaves of the device.
     """
 
     block_tokens: int
     mean_sequence_tokens: float
-    contiguous: int
     contiguous_without_headroom: int
     paged: int
     paged_without_headroom: int
 
 
+class TrafficPlan(Value):
+    """What the fleet serves: `requests_per_s` drawn requests, or the `trace_requests` of a trace; and its targets."""
+
+    requests_per_s: float | None
+    trace: str | None
+    trace_requests: int | None
+    mean_sequence_tokens: float
+    targets: Targets
+
+
 class FleetPlan(Value):
     """The devices that the recipe's traffic needs. `step_times` says where their times come from: the roofline at
-    the recipe's efficiency, or a run on this device, fitted with `median_error` (relative).
+    the recipe's efficiency, or a run on this device, fitted with `median_error` (relative). `serving` is what
+    one device's scheduler may hold.
     """
 
     size: FleetSize
+    serving: Serving | None
     dollars_per_month: float | None
     step_times: Literal["roofline", "measured"]
     median_error: float | None
@@ -82,6 +94,8 @@ class FleetPlan(Value):
 
 class VariantPlan(Value):
     """One variant before it exists.
+
+    `arithmetic_type` is what its products are computed in, with the device's dense peak for it.
 
     `kv_budget_bytes` is what the weights leave of the budget, `kv_budget_gain` that over the baseline's.
     `passes_per_answer` are forward passes for one request alone: the prefill, then one for each further
@@ -112,10 +126,13 @@ class VariantPlan(Value):
     max_batch: int | None
     max_batch_fp8_kv: int | None
     capacity: CapacityPlan | None
+    arithmetic_type: str | None
+    arithmetic_flops_per_s: float | None
     decode_ceiling_tokens_per_s: float | None
     tpot_floor_s: float | None
     prefill_ceiling_tokens_per_s: float | None
     prefill_intensity_flops_per_byte: float | None
+    prefill_bound: Bound | None
     ttft_floor_s: float | None
     answer_floor_s: float | None
     passes_per_answer: int
@@ -158,7 +175,7 @@ class Plan(Value):
     model: str
     hardware: HardwarePlan
     parameters: dict[str, int]
-    traffic: str | None
+    traffic: TrafficPlan | None
     context_tokens: int
     prompt_tokens: int
     new_tokens: int
@@ -171,5 +188,4 @@ class Plan(Value):
     what_ifs: tuple[WhatIf, ...]
     notes: tuple[str, ...]
     variants: tuple[VariantPlan, ...]
-    target_percentile: float | None = None
     measured_run: str | None = Field(default=None, description="folder of the run whose figures stand beside")

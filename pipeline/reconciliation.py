@@ -10,11 +10,15 @@ from collections.abc import Iterable, Iterator
 
 from pipeline.plan_values import VariantPlan
 from pipeline.results import CapacityResult, Reconciliation, SpeedRow, VariantResults
+from pipeline.roof import Bound
 
 HEADER = ("variant", "figure", "planned", "measured", "unit", "ratio", "because")
 TEXT_COLUMNS = ("figure", "unit", "because")
 TOLERANCE = 0.1
 UNEXPLAINED = "unexplained"
+USUAL_SHARE = 0.2
+"""Below the least share of a roof that published engines reach (docs/predictions.md)."""
+SIXTEEN_BITS = 16
 
 
 def reconcile(plan: VariantPlan, results: VariantResults) -> tuple[Reconciliation, ...]:
@@ -109,27 +113,34 @@ def _speed(plan: VariantPlan, row: SpeedRow) -> Iterator[Reconciliation]:
     planned = next((batch for batch in plan.batches if batch.batch_size == row.batch_size), None)
     if planned and row.decode_tokens_per_s:
         share = row.decode_tokens_per_s / planned.tokens_per_s
-        yield _compared(
+        rate = _compared(
             f"decode at batch {row.batch_size}, at most",
             "tok/s",
             planned.tokens_per_s,
             row.decode_tokens_per_s,
-            reason=_share_reason(share, planned.bound),
+            reason=_share_reason(share, bound=planned.bound, plan=plan),
         )
-    if row.batch_size == 1 and plan.ttft_floor_s and row.ttft_s:
+        yield rate.model_copy(update={"batch_size": row.batch_size})
+    if row.batch_size == 1 and plan.ttft_floor_s and plan.prefill_bound and row.ttft_s:
+        share = plan.ttft_floor_s / row.ttft_s.median
         yield _compared(
             "TTFT at batch 1, at least",
             "ms",
             plan.ttft_floor_s,
             row.ttft_s.median,
             scale=1e-3,
-            reason=_share_reason(plan.ttft_floor_s / row.ttft_s.median, "compute"),
+            reason=_share_reason(share, bound=plan.prefill_bound, plan=plan),
         )
 
 
-def _share_reason(share: float, bound: str) -> str:
-    """A roof has no launches, no dequantizing and no sampling; beyond it something is wrong."""
-    if share > 1:
-        return UNEXPLAINED
+def _share_reason(share: float, *, bound: Bound, plan: VariantPlan) -> str:
+    """A roof knows no launches and no dequantizing; beyond it, or far below what engines reach, something is wrong."""
     limit = {"memory": "bandwidth", "compute": "FLOP/s"}[bound]
-    return f"{100 * share:.0f} % of the roof by {limit}; launches, dequantizing and sampling aren't in it"
+    reached = f"{100 * share:.0f} % of the roof by {limit}"
+    if share > 1:
+        return f"{reached}: {UNEXPLAINED}"
+    if share < USUAL_SHARE:
+        return f"{reached}, below what engines usually reach: {UNEXPLAINED}"
+    quantized = plan.bits_per_weight < SIXTEEN_BITS
+    missing = "launches, dequantizing and sampling" if quantized else "launches and sampling"
+    return f"{reached}: {missing} aren't in it"

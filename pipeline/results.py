@@ -340,10 +340,14 @@ class Finding(Value):
 
 
 class Reconciliation(Value):
-    """One planned figure beside the measured one; `because` explains a difference of more than 10 %."""
+    """One planned figure beside the measured one; `because` explains a difference of more than 10 %.
+
+    `batch_size` is that of a decode rate, None for every other figure.
+    """
 
     figure: str
     unit: str
+    batch_size: int | None = None
     predicted: float
     measured: float
     because: str

@@ -9,12 +9,20 @@ a batch and a depth of context. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from pipeline.footprint import ShapeFacts, StoresWeights, WeightReads, kv_bytes, weight_reads
-from pipeline.roofline import attended_pairs, step_floor_s
+from pipeline.footprint import (
+    ShapeFacts,
+    StoresWeights,
+    WeightReads,
+    kv_bytes,
+    kv_bytes_per_token,
+    weight_reads,
+)
+from pipeline.roofline import attended_pairs, ops_per_byte, step_floor_s
 
 Bound = Literal["memory", "compute"]
 
@@ -45,17 +53,48 @@ class Roof:
         """KV cache of one sequence; 0 where its shape is unknown, which leaves a floor a floor."""
         return kv_bytes(self.facts, context_tokens, element_bytes=self.kv_element_bytes) or 0
 
+    @property
+    def growing_bytes_per_token(self) -> int:
+        """What a token adds to the cache of a long sequence, for ever: its layers without a window."""
+        return kv_bytes_per_token(self.facts, element_bytes=self.kv_element_bytes) or 0
+
+    def constant_bytes(self, context_tokens: int) -> int:
+        """The rest of a sequence's cache at that depth: recurrent states, and windows as far as they are filled."""
+        return self.cache_bytes(context_tokens) - context_tokens * self.growing_bytes_per_token
+
+    @property
+    def flops_per_pair(self) -> int:
+        """FLOPs of attention without a window, for each (query, key) pair."""
+        return sum(span.flops_per_pair for span in self.facts.attention or () if span.window_tokens is None)
+
+    def windowed_flops(self, context_tokens: int) -> int:
+        """FLOPs of windowed attention for one token at that depth."""
+        return sum(
+            span.flops_per_pair * min(context_tokens, span.window_tokens)
+            for span in self.facts.attention or ()
+            if span.window_tokens is not None
+        )
+
+    @property
+    def head_flops(self) -> float:
+        """FLOPs of turning one state into logits, which only the last token of a prompt needs."""
+        return 2.0 * self.facts.head_weights_read
+
+    @property
+    def block_flops(self) -> float:
+        """FLOPs of one token in all weights but the head; 2 a weight, a multiply and an add
+        (arXiv 2001.08361, section 2.1).
+        """
+        return 2.0 * (self.facts.weights_read_per_token - self.facts.head_weights_read)
+
     def step_bytes(self, batch_size: int, *, context_tokens: int) -> float:
         """Bytes that a decode step reads: weights once, every sequence's cache at that depth."""
         return self.reads.bytes(batch_size) + batch_size * self.cache_bytes(context_tokens)
 
     def step_flops(self, batch_size: int, *, context_tokens: int) -> float:
-        """FLOPs of a decode step: two a weight and sequence, and the attention over the context."""
-        attention = sum(
-            span.flops_per_pair * min(context_tokens, span.window_tokens or context_tokens)
-            for span in self.facts.attention or ()
-        )
-        return batch_size * (2.0 * self.facts.weights_read_per_token + attention)
+        """FLOPs of a decode step: all weights and attention over the context, for each sequence."""
+        attention = context_tokens * self.flops_per_pair + self.windowed_flops(context_tokens)
+        return batch_size * (self.block_flops + self.head_flops + attention)
 
     def step_s(self, batch_size: int, *, context_tokens: int) -> float:
         """Shortest decode step of `batch_size` sequences at that depth."""
@@ -83,16 +122,21 @@ class Roof:
 
         Intensity only rises with the batch: weights are shared, the cache's reading stays in proportion.
         """
-        if self.bound(LARGEST_BATCH, context_tokens=context_tokens) == "memory":
+        return _smallest(lambda batch: self.bound(batch, context_tokens=context_tokens) == "compute")
+
+    def break_even_batch(self) -> float | None:
+        """The same by weights alone, as ops:byte tells it; None without a known peak.
+
+        Dense: ops:byte × bytes a weight ÷ 2. A mixture's batch touches more experts than one token does, so that
+        the batch is searched for.
+        """
+        if self.peak_flops_per_s is None:
             return None
-        low, high = 0, LARGEST_BATCH
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.bound(middle, context_tokens=context_tokens) == "compute":
-                high = middle
-            else:
-                low = middle
-        return high
+        ridge = ops_per_byte(self.peak_flops_per_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        flops = self.block_flops + self.head_flops
+        if not self.reads.experts:  # reads and FLOPs grow alike, so that the batch need not be whole
+            return ridge * self.reads.bytes(1) / flops
+        return _smallest(lambda batch: batch * flops >= ridge * self.reads.bytes(batch))
 
     def largest_batch_within(self, step_limit_s: float, *, context_tokens: int, at_most: int) -> int:
         """Largest batch whose step keeps the limit; 0 when even one sequence doesn't."""
@@ -106,27 +150,32 @@ class Roof:
         return low
 
     def prefill_flops(self, prompt_tokens: int) -> float:
-        """FLOPs of a prompt: two a weight and token, and causal attention's pairs; the head once.
-
-        Only the last token's logits are needed, and a floor must not count work that an engine can leave out.
-        The factor 2 is a multiply and an add (arXiv 2001.08361, section 2.1).
-        """
+        """FLOPs of a prompt: the blocks' weights for each token, causal attention's pairs, the head once."""
         attention = sum(
             span.flops_per_pair * attended_pairs(prompt_tokens, window_tokens=span.window_tokens)
             for span in self.facts.attention or ()
         )
-        head = self.facts.embedding_weights if self.facts.tied else self.facts.head_weights
-        per_token = self.facts.weights_read_per_token - head
-        return 2.0 * (per_token * prompt_tokens + head) + attention
+        return self.block_flops * prompt_tokens + self.head_flops + attention
 
-    def prefill_s(self, prompt_tokens: int) -> float:
-        """Shortest prefill of one prompt, which yields the first token: the floor of TTFT."""
+    def prefill_intensity(self, prompt_tokens: int) -> float:
+        """FLOPs of a prompt for each byte of weights that it reads."""
+        return self.prefill_flops(prompt_tokens) / self.reads.bytes(prompt_tokens)
+
+    def prefill_s(self, prompt_tokens: int, *, batch_size: int = 1) -> float:
+        """Shortest prefill of `batch_size` prompts at once, which yields their first tokens: the floor of TTFT."""
         return step_floor_s(
-            read_bytes=self.reads.bytes(prompt_tokens),
-            flops=self.prefill_flops(prompt_tokens),
+            read_bytes=self.reads.bytes(batch_size * prompt_tokens),
+            flops=batch_size * self.prefill_flops(prompt_tokens),
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             peak_flops_per_s=self.peak_flops_per_s,
         )
+
+    def prefill_bound(self, prompt_tokens: int) -> Bound:
+        """What takes longer in the prefill of one prompt."""
+        if self.peak_flops_per_s is None:
+            return "memory"
+        ridge = self.peak_flops_per_s / self.bandwidth_bytes_per_s
+        return "compute" if self.prefill_intensity(prompt_tokens) >= ridge else "memory"
 
     def answer_bytes(self, prompt_tokens: int, *, new_tokens: int) -> int:
         """Bytes streamed for one request alone: one pass over the prompt, one for each further token."""
@@ -139,6 +188,17 @@ class Roof:
         """Shortest time to the last token of one request alone, every step taken at the mean depth."""
         depth = mean_depth_tokens(prompt_tokens, new_tokens)
         return self.prefill_s(prompt_tokens) + (new_tokens - 1) * self.step_s(1, context_tokens=depth)
+
+
+def _smallest(reached: Callable[[int], bool]) -> int | None:
+    """Smallest batch for which `reached` holds, given that it holds for all larger ones; None if for none."""
+    if not reached(LARGEST_BATCH):
+        return None
+    low, high = 0, LARGEST_BATCH
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
 
 
 def mean_depth_tokens(prompt_tokens: int, new_tokens: int) -> int:

@@ -35,21 +35,27 @@ FEW_VARIANTS = 4
 
 @dataclass(frozen=True)
 class Peak:
-    """The dense peak that a plan's floors compute at; `types` are those of the device that have it."""
+    """A dense peak that variants compute at, and the types that have it."""
 
     types: tuple[str, ...]
     flops_per_s: float
     ops_per_byte: float
 
 
-def compute_peak(plan: Plan) -> Peak | None:
-    """The device's peak that the plan's floors compute at; None where it has none."""
-    hardware = plan.hardware
-    flops, bandwidth = hardware.arithmetic_flops_per_s, hardware.bandwidth_bytes_per_s
-    if flops is None or not bandwidth:
-        return None
-    types = tuple(name for name, peak in hardware.peak_flops_per_s.items() if peak == flops)
-    return Peak(types=types, flops_per_s=flops, ops_per_byte=flops / bandwidth)
+def compute_peaks(plan: Plan) -> tuple[Peak, ...]:
+    """The device's peaks that the plan's variants compute at, the lowest first; none where none is known."""
+    bandwidth = plan.hardware.bandwidth_bytes_per_s
+    types: dict[float, list[str]] = {}
+    for variant in plan.variants:
+        flops = variant.arithmetic_flops_per_s
+        if flops and variant.arithmetic_type not in types.setdefault(flops, []):
+            types[flops].append(variant.arithmetic_type or "")
+    if not bandwidth:
+        return ()
+    return tuple(
+        Peak(types=tuple(names), flops_per_s=flops, ops_per_byte=flops / bandwidth)
+        for flops, names in sorted(types.items())
+    )
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ def roof_points(plan: Plan) -> tuple[RoofPoint, ...]:
     bandwidth = plan.hardware.bandwidth_bytes_per_s
     if not bandwidth:
         return ()
-    peak = compute_peak(plan)
     points = []
     for index, variant in enumerate(plan.variants):
+        peak = variant.arithmetic_flops_per_s
         points += [
             RoofPoint(
                 variant=index,
@@ -89,14 +95,13 @@ def roof_points(plan: Plan) -> tuple[RoofPoint, ...]:
     return tuple(points)
 
 
-def _roof(intensity: float, bandwidth: float, peak: Peak | None) -> float:
+def _roof(intensity: float, bandwidth: float, peak_flops_per_s: float | None) -> float:
     slope = intensity * bandwidth
-    return min(slope, peak.flops_per_s) if peak else slope
+    return min(slope, peak_flops_per_s) if peak_flops_per_s else slope
 
 
 def _measured_ratio(variant: VariantPlan, batch: BatchPlan) -> float | None:
-    name = f"decode at batch {batch.batch_size}, at most"
-    return next((one.ratio for one in variant.measured if one.figure == name), None)
+    return next((one.ratio for one in variant.measured if one.batch_size == batch.batch_size), None)
 
 
 def roofline_plot(plan: Plan) -> str | None:
@@ -105,7 +110,7 @@ def roofline_plot(plan: Plan) -> str | None:
     bandwidth = plan.hardware.bandwidth_bytes_per_s
     if not points or not bandwidth:
         return None
-    view = _View(plan=plan, points=points, bandwidth=bandwidth, peak=compute_peak(plan))
+    view = _View(plan=plan, points=points, bandwidth=bandwidth, peaks=compute_peaks(plan))
     rows = legend_rows([*view.names, *view.kinds], width_in=WIDTH_IN)
     return inline_svg(
         "roofline",
@@ -120,7 +125,7 @@ class _View:
     plan: Plan
     points: tuple[RoofPoint, ...]
     bandwidth: float
-    peak: Peak | None
+    peaks: tuple[Peak, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,26 +143,29 @@ class _View:
 
     @property
     def title(self) -> str:
-        peak = self.peak
-        roof = (
-            f", roof {rate(peak.flops_per_s)}, ridge {three_digits(peak.ops_per_byte)} FLOP/byte"
-            if peak
-            else ""
-        )
+        roofs = [
+            f"roof {rate(peak.flops_per_s)}, ridge {three_digits(peak.ops_per_byte)} FLOP/byte"
+            for peak in self.peaks
+        ]
         return (
-            f"Roofline of {self.plan.hardware.name}: slope {self.bandwidth / 1e9:.0f} GB/s{roof}; "
+            f"Roofline of {self.plan.hardware.name}: {', '.join([f'slope {self.bandwidth / 1e9:.0f} GB/s', *roofs])}; "
             f"decode steps of {', '.join(self.names)}"
         )
 
+    @property
+    def highest(self) -> Peak | None:
+        return self.peaks[-1] if self.peaks else None
+
     def roof(self, intensity: float) -> float:
-        return _roof(intensity, self.bandwidth, self.peak)
+        """The highest roof."""
+        return _roof(intensity, self.bandwidth, self.highest.flops_per_s if self.highest else None)
 
     def paint(self, figure: Figure) -> dict[str, str]:
         axes = axes_over_legend(figure, self.names, kinds=self.kinds)
         axes.set_xscale("log")
         axes.set_yscale("log")
         at = [point.intensity_flops_per_byte for point in self.points]
-        low, high = min(at) / 2, 1.6 * max(*at, 4 * self.peak.ops_per_byte if self.peak else 0)
+        low, high = min(at) / 2, 1.6 * max(*at, 4 * self.highest.ops_per_byte if self.highest else 0)
         lowest = min(point.flops_per_s * min(1, point.measured_ratio or 1) for point in self.points)
         axes.set_xlim(low, high)
         axes.set_ylim(lowest / 2.5, 2.6 * self.roof(high))
@@ -171,7 +179,7 @@ class _View:
 
     def draw_roof(self, axes: Axes) -> None:
         low, high = axes.get_xlim()
-        bend = min(max(self.peak.ops_per_byte, low), high) if self.peak else high
+        bend = min(max(self.highest.ops_per_byte, low), high) if self.highest else high
         xs = [low, bend, high]
         axes.plot(xs, [self.roof(x) for x in xs], color=INK, linewidth=1.4, gid="roof", zorder=1)
         axes.annotate(
@@ -183,10 +191,13 @@ class _View:
             rotation_mode="anchor",
             transform_rotates_text=True,
         )
-        if self.peak:
-            self.draw_ridge(axes, self.peak)
+        for peak in self.peaks[:-1]:
+            flat = [peak.ops_per_byte, high]
+            axes.plot(flat, [peak.flops_per_s] * 2, color=INK, linewidth=1.0, linestyle="--", zorder=1)
+        for place, peak in enumerate(self.peaks):
+            self.draw_ridge(axes, peak, place=place)
 
-    def draw_ridge(self, axes: Axes, peak: Peak) -> None:
+    def draw_ridge(self, axes: Axes, peak: Peak, *, place: int) -> None:
         axes.annotate(
             f"arithmetic ({', '.join(peak.types)}): {rate(peak.flops_per_s)}",
             (axes.get_xlim()[1], peak.flops_per_s),
@@ -194,14 +205,21 @@ class _View:
             textcoords="offset points",
             ha="right",
         )
-        axes.axvline(peak.ops_per_byte, color=FAINT, linewidth=0.9, linestyle=":", gid="ridge", zorder=0)
+        axes.axvline(
+            peak.ops_per_byte,
+            color=FAINT,
+            linewidth=0.9,
+            linestyle=":",
+            gid=f"ridge-{place}" if place else "ridge",
+            zorder=0,
+        )
         at_left = (
             axes.transAxes.inverted().transform(axes.transData.transform((peak.ops_per_byte, 1)))[0] > 0.6
         )
         axes.annotate(
             f"ridge: {three_digits(peak.ops_per_byte)} FLOP/byte",
             (peak.ops_per_byte, axes.get_ylim()[0]),
-            xytext=(-4 if at_left else 4, 5),
+            xytext=(-4 if at_left else 4, 5 + 14 * place),  # ridges of two types lie near each other
             textcoords="offset points",
             ha="right" if at_left else "left",
             color="#595959",
@@ -209,10 +227,8 @@ class _View:
 
     def draw_points(self, axes: Axes) -> dict[str, str]:
         labels = Labels(axes, places=BESIDE_SLOPE)
-        if self.peak:
-            labels.keep_clear(
-                axes.get_xlim()[1], 1.2 * self.peak.flops_per_s, radius_points=12, left_points=230
-            )
+        for peak in self.peaks:
+            labels.keep_clear(axes.get_xlim()[1], 1.2 * peak.flops_per_s, radius_points=12, left_points=230)
         last = 2 if len(self.names) <= FEW_VARIANTS else 1
         tips: dict[str, str] = {}
         for point in self.points:

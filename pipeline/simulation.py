@@ -133,8 +133,8 @@ class Replay:
         """Whether requests came faster than they were served for as long as they came.
 
         The queue that each arrival finds must have grown in the long run (last quarter of the arrivals
-        against the second) and at the last arrival be longer than chance makes it at exactly full load:
-        a random walk of n arrivals reaches 3·√n in about one case of 370.
+        against the second) and at the last arrival be longer than chance makes it at exactly full load: with
+        Poisson arrivals and equal services n arrivals leave more than 3·√n waiting in about one case of 370.
         """
         import numpy as np
 

@@ -64,7 +64,8 @@ class RooflineSteps:
 
     Reading: weights, the cached tokens' KV cache and a decoding sequence's constant state (recurrent state;
     a windowed layer counts here with its full window), at `bandwidth_efficiency` of the bandwidth. Computing:
-    `flops_per_token` (2 for each weight a token uses, and window × FLOPs a pair for windowed layers) and
+    `flops_per_token` (2 for each weight that a token uses, and window × FLOPs a pair for windowed layers),
+    `head_flops` for each token that is given out (a decoding sequence's; one of the prompts in a step) and
     attention's `flops_per_pair`, at `flops_efficiency` of the peak. Raises ValueError on a figure out of range.
     """
 
@@ -74,6 +75,7 @@ class RooflineSteps:
     bandwidth_bytes_per_s: float
     peak_flops_per_s: float
     state_bytes: float = 0.0
+    head_flops: float = 0.0
     flops_per_pair: float = 0.0
     bandwidth_efficiency: float = 1.0
     flops_efficiency: float = 1.0
@@ -83,7 +85,7 @@ class RooflineSteps:
     def __post_init__(self) -> None:
         for name in ("flops_per_token", "bandwidth_bytes_per_s", "peak_flops_per_s"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "above 0")
-        for name in ("kv_bytes_per_token", "state_bytes", "flops_per_pair", "overhead_s"):
+        for name in ("kv_bytes_per_token", "state_bytes", "head_flops", "flops_per_pair", "overhead_s"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("bandwidth_efficiency", "flops_efficiency"):
             _check(name, getattr(self, name), 0 < getattr(self, name) <= 1, "above 0 and at most 1")
@@ -93,7 +95,9 @@ class RooflineSteps:
         tokens = prefill_tokens + decode_sequences
         kv_bytes = cached_tokens * self.kv_bytes_per_token + decode_sequences * self.state_bytes
         reading_s = self._weights_reading_s(tokens) + kv_bytes * self._byte_s
-        computing_s = (tokens * self.flops_per_token + pairs * self.flops_per_pair) * self._flop_s
+        given_out = decode_sequences + (prefill_tokens > 0)
+        flops = tokens * self.flops_per_token + given_out * self.head_flops + pairs * self.flops_per_pair
+        computing_s = flops * self._flop_s
         return max(reading_s, computing_s) + self.overhead_s
 
     def decode_steps_s(self, steps: int, *, sequences: int, cached_tokens: int) -> float:
@@ -103,7 +107,8 @@ class RooflineSteps:
         series: exact, in constant time.
         """
         kv_bytes = cached_tokens * self.kv_bytes_per_token + sequences * self.state_bytes
-        flops = sequences * self.flops_per_token + (cached_tokens + sequences) * self.flops_per_pair
+        flops = sequences * (self.flops_per_token + self.head_flops)
+        flops += (cached_tokens + sequences) * self.flops_per_pair
         reading = (
             self._weights_reading_s(sequences) + kv_bytes * self._byte_s,
             sequences * self.kv_bytes_per_token * self._byte_s,

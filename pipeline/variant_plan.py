@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.data_sheet import Device
 from pipeline.footprint import ShapeFacts, WeightBytes, kv_bytes, kv_bytes_per_token, weight_bytes
 from pipeline.plan_values import BatchPlan, CapacityPlan, VariantPlan
 from pipeline.recipe import ExpandedRecipe, VariantSpec
-from pipeline.roof import Roof, mean_depth_tokens
-from pipeline.roofline import break_even_batch, capacity, dollars_per_million_tokens, ops_per_byte
+from pipeline.roof import Bound, Roof, mean_depth_tokens
+from pipeline.roofline import capacity, dollars_per_million_tokens
 from pipeline.traffic import Request
 
 USABLE_MEMORY_SHARE = 0.9
@@ -110,25 +110,44 @@ def compute_bytes(variant: VariantSpec) -> int | None:
     return 4 if getattr(variant.engine, "compute_dtype", "auto") == "float32" else None
 
 
-def arithmetic_flops_per_s(device: Device) -> float | None:
-    """Peak of the 16-bit arithmetic that weight-only quantization computes in; a CPU's fastest type."""
+@dataclass(frozen=True)
+class Arithmetic:
+    """The type that a variant multiplies in, by its name in the data sheet, and the device's dense peak for it."""
+
+    type: str
+    flops_per_s: float
+
+
+def arithmetic(variant: VariantSpec, *, device: Device) -> Arithmetic | None:
+    """What limits a variant's arithmetic on `device`; None where that peak isn't known.
+
+    Weight-only quantization multiplies in 16 bits, LLM.int8 in INT8, a 32-bit engine in FP32. A CPU's fastest type
+    stands for all of its own: which one a kernel uses there isn't told by the variant.
+    """
     peaks = device.peak_flops_per_s
     if device.kind == "cpu":
-        return max(peaks.values(), default=None)
-    return peaks.get("fp16") or peaks.get("bf16")
+        names = sorted(peaks, key=lambda name: -peaks[name])
+    elif variant.quantizer.integer_arithmetic:
+        names = ["int8"]
+    elif compute_bytes(variant) == 4 or variant.quantizer.precision == "fp32":
+        names = ["fp32"]
+    else:
+        names = ["fp16", "bf16"]
+    return next((Arithmetic(name, peaks[name]) for name in names if name in peaks), None)
 
 
 def roof_of(setting: PlanSetting, variant: VariantSpec) -> Roof | None:
     """The variant's roof; None where the device's bandwidth isn't known."""
     if not setting.device.bandwidth_bytes_per_s:
         return None
+    multiplied = arithmetic(variant, device=setting.device)
     return Roof(
         facts=setting.facts,
         quantizer=variant.quantizer,
         kv_element_bytes=kv_element_bytes(variant),
         compute_bytes=compute_bytes(variant),
         bandwidth_bytes_per_s=setting.device.bandwidth_bytes_per_s,
-        peak_flops_per_s=arithmetic_flops_per_s(setting.device),
+        peak_flops_per_s=multiplied.flops_per_s if multiplied else None,
     )
 
 
@@ -148,9 +167,12 @@ class _Variant:
         setting, weights = self.setting, self.weights
         roof = roof_of(setting, self.variant)
         at_context = self.cache_bytes(setting.context_tokens)
+        at_context_fp8 = self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES)
         held = self.held(at_context)
         ending = _ending(setting, roof, held)
         best = self.best_batch(roof, held)
+        limits = self.limits(roof)
+        batches = self.batches(roof, held=held, best=best)
         kv_budget = max(0, setting.budget_bytes - weights.resident)
         assert self.variant.engine is not None
         return VariantPlan(
@@ -168,21 +190,24 @@ class _Variant:
                 setting.facts, element_bytes=kv_element_bytes(self.variant)
             ),
             kv_bytes_at_context=at_context,
-            kv_bytes_at_context_fp8=self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES),
+            kv_bytes_at_context_fp8=at_context_fp8,
             kv_budget_bytes=kv_budget,
             kv_budget_gain=_gain(kv_budget, baseline),
             fits=None if held is None else held >= 1,
             devices_to_hold=None if at_context is None else self.devices_to_hold(at_context),
             max_batch=held,
-            max_batch_fp8_kv=self.held(self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES)),
+            max_batch_fp8_kv=self.held(at_context_fp8),
             capacity=self.capacity_plan(),
             passes_per_answer=setting.new_tokens,
             best_batch=best,
             compute_bound_batch=ending.compute_bound_batch,
             limited_by=ending.limited_by,
-            batches=self.batches(roof, held=held, best=best),
-            **self.speed(roof),
-            **self.prices(roof, best=best),
+            batches=batches,
+            dollars_per_million_output_tokens=next(
+                (one.dollars_per_million_output_tokens for one in batches if one.batch_size == best), None
+            ),
+            dollars_per_million_input_tokens=self.input_price(limits),
+            **vars(limits),
         )
 
     def cache_bytes(self, tokens: int, *, element_bytes: int | None = None) -> int | None:
@@ -209,7 +234,6 @@ class _Variant:
         return CapacityPlan(
             block_tokens=block,
             mean_sequence_tokens=setting.mean_sequence_tokens,
-            contiguous=self.held(whole) or 0,
             contiguous_without_headroom=self.held(whole, budget=memory) or 0,
             paged=self.held(paged) or 0,
             paged_without_headroom=self.held(paged, budget=memory) or 0,
@@ -224,35 +248,29 @@ class _Variant:
             return held
         return roof.largest_batch_within(limit_s, context_tokens=self.setting.depth_tokens, at_most=held)
 
-    def speed(self, roof: Roof | None) -> dict[str, Any]:
+    def limits(self, roof: Roof | None) -> _Limits:
         """Floors and ceilings of one request alone."""
         setting = self.setting
         if roof is None:
-            names = ("decode_ceiling_tokens_per_s", "tpot_floor_s", "prefill_ceiling_tokens_per_s")
-            more = ("ttft_floor_s", "answer_floor_s", "bytes_per_answer", "break_even_batch")
-            return dict.fromkeys((*names, *more, "prefill_intensity_flops_per_byte"))
+            return _Limits()
+        multiplied = arithmetic(self.variant, device=setting.device)
+        known = multiplied is not None  # without a peak, what may be bound by arithmetic has no floor
         step_s = roof.step_s(1, context_tokens=setting.depth_tokens)
-        prefill_s = roof.prefill_s(setting.prompt_tokens) if roof.peak_flops_per_s else None
+        prefill_s = roof.prefill_s(setting.prompt_tokens) if known else None
         answer_s = roof.answer_s(setting.prompt_tokens, new_tokens=setting.new_tokens)
-        return {
-            "decode_ceiling_tokens_per_s": 1 / step_s,
-            "tpot_floor_s": step_s,
-            "prefill_ceiling_tokens_per_s": prefill_s and setting.prompt_tokens / prefill_s,
-            "prefill_intensity_flops_per_byte": roof.prefill_flops(setting.prompt_tokens)
-            / roof.reads.bytes(setting.prompt_tokens),
-            "ttft_floor_s": prefill_s,
-            "answer_floor_s": answer_s if roof.peak_flops_per_s else None,
-            "bytes_per_answer": roof.answer_bytes(setting.prompt_tokens, new_tokens=setting.new_tokens),
-            "break_even_batch": self.break_even(roof),
-        }
-
-    def break_even(self, roof: Roof) -> float | None:
-        """By weights alone, those that a token reads: ops:byte × bytes a weight ÷ 2."""
-        if roof.peak_flops_per_s is None:
-            return None
-        ridge = ops_per_byte(roof.peak_flops_per_s, bandwidth_bytes_per_s=roof.bandwidth_bytes_per_s)
-        per_weight = self.weights.read_per_token / self.setting.facts.weights_read_per_token
-        return break_even_batch(ridge, bytes_per_weight=per_weight)
+        return _Limits(
+            arithmetic_type=multiplied.type if multiplied else None,
+            arithmetic_flops_per_s=multiplied.flops_per_s if multiplied else None,
+            decode_ceiling_tokens_per_s=1 / step_s,
+            tpot_floor_s=step_s,
+            prefill_ceiling_tokens_per_s=prefill_s and setting.prompt_tokens / prefill_s,
+            prefill_intensity_flops_per_byte=roof.prefill_intensity(setting.prompt_tokens),
+            prefill_bound=roof.prefill_bound(setting.prompt_tokens) if known else None,
+            ttft_floor_s=prefill_s,
+            answer_floor_s=answer_s if known else None,
+            bytes_per_answer=roof.answer_bytes(setting.prompt_tokens, new_tokens=setting.new_tokens),
+            break_even_batch=roof.break_even_batch(),
+        )
 
     def batches(self, roof: Roof | None, *, held: int | None, best: int | None) -> tuple[BatchPlan, ...]:
         """The recipe's batch sizes, powers of two up to what fits, and the best batch."""
@@ -279,17 +297,27 @@ class _Variant:
             and dollars_per_million_tokens(size / step_s, dollars_per_hour=price),
         )
 
-    def prices(self, roof: Roof | None, *, best: int | None) -> dict[str, Any]:
-        """Output tokens at the best batch; input tokens at the prefill's ceiling. A machine kept busy."""
-        price, setting = self.setting.dollars_per_hour, self.setting
-        output = per_input = None
-        if price and roof and best:
-            rate = best / roof.step_s(best, context_tokens=setting.depth_tokens)
-            output = dollars_per_million_tokens(rate, dollars_per_hour=price)
-            if roof.peak_flops_per_s:
-                rate = setting.prompt_tokens / roof.prefill_s(setting.prompt_tokens)
-                per_input = dollars_per_million_tokens(rate, dollars_per_hour=price)
-        return {"dollars_per_million_output_tokens": output, "dollars_per_million_input_tokens": per_input}
+    def input_price(self, limits: _Limits) -> float | None:
+        """Dollars per million prompt tokens at the prefill's ceiling, on a machine kept busy."""
+        price, rate = self.setting.dollars_per_hour, limits.prefill_ceiling_tokens_per_s
+        return dollars_per_million_tokens(rate, dollars_per_hour=price) if price and rate else None
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """One request alone; all None where the device's bandwidth isn't known. Fields as in `VariantPlan`."""
+
+    arithmetic_type: str | None = None
+    arithmetic_flops_per_s: float | None = None
+    decode_ceiling_tokens_per_s: float | None = None
+    tpot_floor_s: float | None = None
+    prefill_ceiling_tokens_per_s: float | None = None
+    prefill_intensity_flops_per_byte: float | None = None
+    prefill_bound: Bound | None = None
+    ttft_floor_s: float | None = None
+    answer_floor_s: float | None = None
+    bytes_per_answer: int | None = None
+    break_even_batch: float | None = None
 
 
 def _gain(kv_budget: int, baseline: VariantPlan | None) -> float | None:

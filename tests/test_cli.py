@@ -230,7 +230,7 @@ def test_plan_s_table_is_for_people(pipeline: Any) -> None:
     answer = pipeline("plan", BIG)
     assert answer.code == 0
     assert "53.79" in answer.out
-    assert "Advice, in this order:" in answer.out
+    assert "What pays, in this order:" in answer.out
 
 
 def test_unknown_hardware_is_refused_with_the_nearest_name(pipeline: Any) -> None:

@@ -119,8 +119,36 @@ def test_fewer_bits_are_fewer_bytes_more_sequences_and_a_higher_ceiling(plan: Pl
         assert narrow.weight_bytes_on_disk < wide.weight_bytes_on_disk
         assert (narrow.max_batch or 0) > (wide.max_batch or 0)
         assert (narrow.decode_ceiling_tokens_per_s or 0) > (wide.decode_ceiling_tokens_per_s or 0)
-        assert (narrow.break_even_batch or 0) < (wide.break_even_batch or 0)
         assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token
+
+
+def test_a_variant_s_limits_are_those_of_the_arithmetic_it_multiplies_in(plan: Plan) -> None:
+    bf16, int8, int4 = (variant(plan, name) for name in ("bf16", "int8", "int4"))
+    assert [v.arithmetic_type for v in (bf16, int8, int4)] == ["fp16", "int8", "fp16"]
+    assert int4.ttft_floor_s == bf16.ttft_floor_s, "weight-only: turned into 16 bits first"
+    assert int8.ttft_floor_s == pytest.approx((bf16.ttft_floor_s or 0) * 989 / 1979), (
+        "LLM.int8 multiplies INT8"
+    )
+    assert int4.break_even_batch == pytest.approx(
+        295.2 * int4.bytes_read_per_token / bf16.bytes_read_per_token, rel=1e-3
+    )
+
+
+def test_thirty_two_bits_are_multiplied_at_their_own_peak(facts: ShapeFacts, tmp_path: Path) -> None:
+    wide = changed(tmp_path, ("precisions: [bf16, int8, int4]", "precisions: [bf16, fp32, int4]"))
+    found = plan_for(wide, DATA_SHEET["h100-sxm"], facts)
+    sixteen, thirty_two = variant(found, "bf16"), variant(found, "fp32")
+    assert thirty_two.arithmetic_flops_per_s == 67e12
+    assert thirty_two.ttft_floor_s == pytest.approx((sixteen.ttft_floor_s or 0) * 989 / 67)
+
+
+def test_a_batch_touches_more_experts_than_a_token_so_a_mixture_breaks_even_later() -> None:
+    config = json.loads((ROOT / "recipes" / "architectures" / "mixtral-8x7b.json").read_text("utf-8"))
+    loaded = load_recipe(ROOT / "recipes" / "671b.yaml")
+    entry = variant(plan_for(loaded, DATA_SHEET["h100-sxm"], shape_facts(config)), "bf16")
+    assert entry.break_even_batch is not None
+    all_weights_over_active = 46_702_792_704 / 12_750_000_000
+    assert entry.break_even_batch == pytest.approx(295.2 * all_weights_over_active, rel=0.01)
 
 
 def test_the_cache_of_a_hybrid_model_grows_in_its_attention_layers_only(plan: Plan) -> None:
@@ -250,7 +278,15 @@ def test_the_table_shows_every_variant_with_its_units(plan: Plan) -> None:
     table = plan_table(plan)
     assert "53.79" in table
     assert "26,895,998,464 parameters" in table
-    for name in ("bf16", "int8", "int4", "weights GB", "decode ≤ tok/s", "fits", "Advice, in this order:"):
+    for name in (
+        "bf16",
+        "int8",
+        "int4",
+        "weights in memory GB",
+        "one request ≤ tokens/s",
+        "fits",
+        "What pays",
+    ):
         assert name in table
     assert all(line == line.rstrip() for line in table.splitlines())
 
@@ -316,9 +352,9 @@ def test_pages_hold_more_sequences_than_reserved_contexts_and_headroom_costs_som
         assert found is not None
         assert found.block_tokens == 16
         assert found.mean_sequence_tokens == 2048 + 256
-        assert found.contiguous == entry.max_batch
-        assert found.paged > found.contiguous
-        assert found.contiguous_without_headroom > found.contiguous
+        assert entry.max_batch is not None
+        assert found.paged > entry.max_batch
+        assert found.contiguous_without_headroom > entry.max_batch
         assert found.paged_without_headroom > found.paged
 
 

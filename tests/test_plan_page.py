@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipeline.fleet import FleetSize
+from pipeline.fleet import FleetSize, Targets
 from pipeline.plan_page import headline, plan_page
-from pipeline.plan_values import Advice, FleetPlan, Plan, VariantPlan, WhatIf
+from pipeline.plan_values import Advice, FleetPlan, Plan, TrafficPlan, VariantPlan, WhatIf
 from pipeline.reconciliation import reconcile
+from pipeline.scheduler import Serving
 from pipeline.simulation import Percentiles
 from tests.plan_builders import hardware, plan, unknown_device_plan, variant
 from tests.result_builders import speed, speed_row
@@ -68,12 +69,23 @@ def waits(median: float) -> Percentiles:
     return Percentiles(count=3000, mean=median, p50=median, p90=2 * median, p95=2.5 * median, p99=3 * median)
 
 
+TRAFFIC = TrafficPlan(
+    requests_per_s=4.0,
+    trace=None,
+    trace_requests=None,
+    mean_sequence_tokens=900.0,
+    targets=Targets(ttft_s=1.0, percentile=95),
+)
+
+
 def fleet(devices: int | None) -> FleetPlan:
     if devices is None:
         size = FleetSize(
             devices=None, reason="the TTFT target of 0.1 s is below the 0.4 s that requests take"
         )
-        return FleetPlan(size=size, dollars_per_month=None, step_times="roofline", median_error=None)
+        return FleetPlan(
+            size=size, serving=None, dollars_per_month=None, step_times="roofline", median_error=None
+        )
     size = FleetSize(
         devices=devices,
         load=0.72,
@@ -86,7 +98,10 @@ def fleet(devices: int | None) -> FleetPlan:
         target_ttft_s=1.0,
         target_tpot_s=0.05,
     )
-    return FleetPlan(size=size, dollars_per_month=2920.0, step_times="measured", median_error=0.04)
+    serving = Serving(max_batch_tokens=2048, max_sequences=256, block_tokens=16, cache_blocks=10_000)
+    return FleetPlan(
+        size=size, serving=serving, dollars_per_month=2920.0, step_times="measured", median_error=0.04
+    )
 
 
 def full_plan() -> Plan:
@@ -103,8 +118,7 @@ def full_plan() -> Plan:
         ),
         what_ifs=(WhatIf(change="+50 % bandwidth", decode_gain=1.5, prefill_gain=1.0, answer_gain=1.4),),
         notes=("all documents are used",),
-        traffic="4 requests/s, TTFT ≤ 1000 ms for 95 % of them",
-        target_percentile=95.0,
+        traffic=TRAFFIC,
         latency_limit_s=0.02,
         measured_run="runs/one",
     )
@@ -205,7 +219,7 @@ def test_nothing_that_fits_leaves_only_that_to_say() -> None:
 
 def test_a_fleet_shows_its_devices_waits_and_price_or_why_there_is_none() -> None:
     text = Page(full_page()).text
-    assert "4 requests/s, TTFT ≤ 1000 ms for 95 % of them" in text
+    assert "4 requests/s with TTFT ≤ 1000 ms for 95 % of them" in text
     assert "TTFT p50 / p95 / p99" in text
     assert "400.0 / 1,000.0 / 1,200.0" in text
     assert "20.0 / 50.0 / 60.0" in text
@@ -218,7 +232,7 @@ def test_a_fleet_shows_its_devices_waits_and_price_or_why_there_is_none() -> Non
 def test_measured_figures_stand_beside_planned_ones_and_in_the_roofline() -> None:
     html = full_page()
     text = Page(html).text
-    assert "Measured in runs/one." in text
+    assert "Planned and measured by runs/one" in text
     assert "decode at batch 8, at most" in text
     assert "measured-0-8" in html
 
@@ -267,7 +281,7 @@ def test_every_text_of_a_plan_is_escaped(name: str) -> None:
             model=name,
             recipe=name,
             notes=(name,),
-            traffic=name,
+            traffic=TRAFFIC.model_copy(update={"requests_per_s": None, "trace": name, "trace_requests": 7}),
             advice=(Advice(step="batching", gain=2.0, text=name),),
             what_ifs=(WhatIf(change=name, decode_gain=1.0, prefill_gain=1.0, answer_gain=1.0),),
             measured_run=name,

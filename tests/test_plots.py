@@ -13,7 +13,7 @@ from pipeline.memory_plot import memory_bars, memory_segments
 from pipeline.plan_values import Plan
 from pipeline.plot_marks import COLOURS, INKS, MARKERS, colour_of, marker_of, short
 from pipeline.results import Reconciliation
-from pipeline.roofline_plot import compute_peak, roof_points, roofline_plot
+from pipeline.roofline_plot import compute_peaks, roof_points, roofline_plot
 from tests.plan_builders import (
     BANDWIDTH,
     BUDGET,
@@ -117,15 +117,26 @@ def test_a_prefill_that_reading_limits_lies_on_the_slope() -> None:
     assert [one.flops_per_s for one in points] == [50.0 * BANDWIDTH]
 
 
-def test_the_roof_is_the_sixteen_bit_peak_and_names_every_type_that_has_it() -> None:
-    peak = compute_peak(plan())
-    assert peak is not None
+def test_a_roof_names_every_type_that_has_it() -> None:
+    whole = plan(variant("fp16"), variant("bf16", arithmetic_type="bf16"))
+    (peak,) = compute_peaks(whole)
     assert (peak.types, peak.flops_per_s, peak.ops_per_byte) == (("fp16", "bf16"), PEAK, 200.0)
 
 
+def test_types_with_peaks_of_their_own_have_roofs_of_their_own() -> None:
+    whole = plan(variant("bf16"), variant("int8", arithmetic_type="int8", arithmetic_flops_per_s=2 * PEAK))
+    assert [peak.flops_per_s for peak in compute_peaks(whole)] == [PEAK, 2 * PEAK]
+    prefills = [one.flops_per_s for one in roof_points(whole) if one.batch_size is None]
+    assert prefills == [PEAK, 2 * PEAK]
+    found = " ".join(texts(parsed(roofline_plot(whole))))
+    assert "arithmetic (fp16): 400 TFLOP/s" in found
+    assert "arithmetic (int8): 800 TFLOP/s" in found
+
+
 def test_a_device_without_peaks_has_a_slope_and_no_roof() -> None:
-    whole = plan(hardware=hardware(peak_flops_per_s={}, ops_per_byte={}, arithmetic_flops_per_s=None))
-    assert compute_peak(whole) is None
+    slow = variant("bf16", arithmetic_type=None, arithmetic_flops_per_s=None)
+    whole = plan(slow, hardware=hardware(peak_flops_per_s={}, ops_per_byte={}))
+    assert compute_peaks(whole) == ()
     root = parsed(roofline_plot(whole))
     assert root.find(".//g[@id='roofline-ridge']") is None
     assert any("memory: 2,000 GB/s" in text for text in texts(root))
@@ -135,7 +146,7 @@ def test_ridge_and_slope_are_labelled() -> None:
     found = texts(parsed(roofline_plot(plan())))
     assert "ridge: 200 FLOP/byte" in found
     assert "memory: 2,000 GB/s" in found
-    assert "arithmetic (fp16, bf16): 400 TFLOP/s" in found
+    assert "arithmetic (fp16): 400 TFLOP/s" in found
 
 
 def test_points_that_do_not_fit_are_hollow_and_say_so() -> None:
@@ -151,6 +162,7 @@ def test_a_measured_step_lies_below_the_roof_by_its_ratio() -> None:
     figure = Reconciliation(
         figure="decode at batch 8, at most",
         unit="tok/s",
+        batch_size=8,
         predicted=bf16.batches[1].tokens_per_s,
         measured=bf16.batches[1].tokens_per_s / 2,
         because="50 % of the roof by bandwidth",

@@ -46,7 +46,17 @@ def test_decoding_stands_beside_its_ceiling_as_a_share_of_the_roof() -> None:
     one = found["decode at batch 1, at most"]
     assert one.predicted == ceiling
     assert one.because.startswith("60 % of the roof by bandwidth")
-    assert found["decode at batch 8, at most"].because == UNEXPLAINED, "faster than its roof"
+    assert "dequantizing" not in one.because, "these weights aren't quantized"
+    assert found["decode at batch 8, at most"].because == f"200 % of the roof by bandwidth: {UNEXPLAINED}"
+
+
+def test_far_below_the_roof_is_unexplained_and_quantized_weights_are_dequantized() -> None:
+    plan = variant("int4", precision="int4")
+    ceilings = [batch.tokens_per_s for batch in plan.batches]
+    rows = [results.speed_row(1, decode=0.1 * ceilings[0]), results.speed_row(8, decode=0.5 * ceilings[1])]
+    found = by_figure(reconcile(plan, results.variant("int4", speed=results.speed(rows=rows))))
+    assert found["decode at batch 1, at most"].because.endswith(UNEXPLAINED)
+    assert "dequantizing" in found["decode at batch 8, at most"].because
 
 
 def test_void_rows_are_no_measurement() -> None:

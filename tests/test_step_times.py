@@ -188,6 +188,7 @@ def test_a_fit_finds_the_terms_that_made_the_times() -> None:
     assert found.seconds == pytest.approx(TRUE | {"pair": 0.0}, rel=1e-6, abs=1e-12)
     assert found.median_error < 1e-9
     assert abs(found.total_error) < 1e-9
+    assert MeasuredSteps.model_validate_json(found.to_json()) == found
 
 
 def test_noise_leaves_the_fit_unbiased_and_is_reported() -> None:

@@ -87,6 +87,11 @@ class Quantizer(Value, ABC):
     """Which matrices of a model it finds; the others stay as they are, and coverage then refuses the label."""
 
     @property
+    def integer_arithmetic(self) -> bool:
+        """Whether products are computed in INT8, activations quantized too; else in the engine's float type."""
+        return False
+
+    @property
     @abstractmethod
     def precision(self) -> str:
         """Label of the result: fp32, fp16, bf16, int8, int4, fp8, fp4."""

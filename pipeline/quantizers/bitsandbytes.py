@@ -73,6 +73,11 @@ class Bitsandbytes(Quantizer):
         """int8, int4 (NF4) or fp4."""
         return {"int8": "int8", "nf4": "int4", "fp4": "fp4"}[self.type]
 
+    @property
+    def integer_arithmetic(self) -> bool:
+        """LLM.int8 multiplies INT8 by INT8; the 4-bit types are turned into floats first."""
+        return self.type == "int8"
+
     @classmethod
     def default_for(cls, precision: str, *, device: str) -> Bitsandbytes | None:
         """INT8 where the device has its kernels, INT4 as NF4 with double quantization, and FP4."""
