@@ -71,14 +71,19 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
         report = make_report(
             loaded,
             recipe=state.recipe,
-            variants=_with_plan(state),
+            variants=variant_results(state),
             device=state.speed.device if state.speed else None,
             provenance=_provenance(state),
             started_at=started.isoformat(timespec="seconds"),
             seconds=time.monotonic() - start,
             interrupted=state.interrupted,
         )
+        # Written before anything else is made of it: what took hours doesn't depend on what takes a second.
         written = _write_report(report, state)
+        report = _beside_its_plan(report, state)
+        written = written and _write_report(report, state)
+        if written:
+            state.progress.say(f"report: {state.folder / 'report.json'}")
     tracked = _track_quietly(report, state)
     seconds = time.monotonic() - start
     code = exit_code(report.verdict) if written else StageError.exit_code
@@ -90,21 +95,15 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
     )
 
 
-def _with_plan(state: RunState) -> tuple[VariantResults, ...]:
-    """Results with their planned figures; what can't be planned is said, and costs nothing that was measured."""
-    variants = variant_results(state)
+def _beside_its_plan(report: Report, state: RunState) -> Report:
+    """The report with planned figures beside measured ones; what can't be planned is said, and costs nothing."""
     try:
         return plan_beside_results(
-            state.loaded,
-            recipe=state.recipe,
-            device=state.device,
-            speed=state.speed.device if state.speed else None,
-            variants=variants,
-            store=state.store,
+            state.loaded, recipe=state.recipe, device=state.device, report=report, store=state.store
         )
     except PipelineError as error:
         state.progress.say(f"no plan beside the results: {error}")
-        return variants
+        return report
 
 
 def _write_report(report: Report, state: RunState) -> bool:
@@ -114,7 +113,6 @@ def _write_report(report: Report, state: RunState) -> bool:
     except StageError as error:
         state.progress.say(f"NO REPORT: {error}")
         return False
-    state.progress.say(f"report: {state.folder / 'report.json'}")
     return True
 
 

@@ -50,8 +50,13 @@ def planned_fleet(
         serving=serving,
         dollars_per_month=size.devices * price * HOURS_PER_MONTH if size.devices and price else None,
         step_times="measured" if measured else "roofline",
-        median_error=measured.median_error if measured else None,
+        median_error=measured.median_error if measured and _is_tested(measured) else None,
     )
+
+
+def _is_tested(measured: MeasuredSteps) -> bool:
+    """Whether there were enough samples for the fit's error to say anything."""
+    return measured.samples >= 2 * len(measured.seconds)
 
 
 def _no_fleet(reason: str) -> FleetPlan:

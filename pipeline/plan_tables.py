@@ -98,12 +98,9 @@ def memory_table(plan: Plan) -> Table:
         Column("left", "× baseline", lambda one: _dashed(one.kv_budget_gain, ".2f")),
         Column("KV cache", "MB/sequence", lambda one: shown(one.kv_bytes_at_context, ",.1f", unit=1e6)),
         Column("max batch", "whole context", lambda one: shown(one.max_batch, ",d")),
-        Column("max batch", "paged", lambda one: shown(one.capacity.paged if one.capacity else None, ",d")),
-        Column(
-            "paged batch",
-            "no headroom",
-            lambda one: shown(one.capacity.paged_without_headroom if one.capacity else None, ",d"),
-        ),
+        Column("max batch", "no headroom", _capacity("contiguous_without_headroom")),
+        Column("max batch", "paged", _capacity("paged")),
+        Column("max batch", "paged, no headroom", _capacity("paged_without_headroom")),
         Column("max batch", "FP8 cache", lambda one: shown(one.max_batch_fp8_kv, ",d")),
     ]
     return table(
@@ -111,6 +108,10 @@ def memory_table(plan: Plan) -> Table:
         columns,
         plan.variants,
     )
+
+
+def _capacity(name: str) -> Callable[[VariantPlan], str]:
+    return lambda one: shown(getattr(one.capacity, name) if one.capacity else None, ",d")
 
 
 def _dashed(value: float | None, form: str) -> str:

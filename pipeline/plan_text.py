@@ -40,10 +40,13 @@ def plan_table(plan: Plan) -> str:
 
 
 def _table(table: Table) -> str:
-    header = [f"{column.label} {column.unit}".strip() for column in table.columns]
-    texts = [title for title, column in zip(header, table.columns, strict=True) if column.text]
+    """Units stand under the labels, so that columns stay narrow."""
+    labels = [column.label for column in table.columns]
+    units = [column.unit for column in table.columns]
+    texts = [column.label for column in table.columns if column.text]
     rows = [[cell for _, cell in row] for row in table.rows]
-    return f"{table.title}:\n{text_table(header, rows, text_columns=texts)}"
+    under = [units] if any(units) else []
+    return f"{table.title}:\n{text_table(labels, [*under, *rows], text_columns=texts)}"
 
 
 def _listed(title: str, items: list[str]) -> str:

@@ -5,13 +5,15 @@ plan = plan_recipe(Path("recipes/27b.yaml"), hardware="h200-sxm", store=store)
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.data_sheet import HOST, Device
+from pipeline.data_sheet import HOST, Device, sheet_of
 from pipeline.device_file import device_named
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.footprint import ShapeFacts, cached_shape_facts
@@ -21,7 +23,7 @@ from pipeline.plan import make_plan
 from pipeline.plan_values import Plan
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, load_recipe
 from pipeline.reconciliation import reconcile
-from pipeline.results import DeviceSpeed, Report, SpeedRow, VariantResults
+from pipeline.results import DeviceSpeed, Report, SpeedRow, VariantReport
 from pipeline.step_times import BatchTimes, MeasuredSteps, step_times_of_batches
 from pipeline.store import Store
 from pipeline.traffic import Request, read_trace
@@ -39,39 +41,35 @@ def plan_recipe(path: Path, *, hardware: str | None, store: Store) -> Plan:
     name = hardware or loaded.recipe.hardware
     device = _device(name, folder=Path.cwd() if hardware else path.resolve().parent, store=store)
     recipe = loaded.recipe.expand(device=device.kind)
-    last = _newest_run(loaded, store=store) if name == HOST else None
+    last = _newest_run(loaded, device=device, store=store)
+    steps = _measured_steps(last.report) if last else {}
     plan = make_plan(
         loaded,
         recipe=recipe,
         device=device,
         facts=_facts(loaded, store=store),
         trace=_trace(loaded),
-        measured_steps=_measured_steps(last.report) if last else None,
+        measured_steps=steps,
     )
-    return _beside(plan, last.report.variants, folder=last.folder) if last else plan
+    return _beside(plan, last, steps=steps) if last else plan
 
 
 def plan_beside_results(
-    loaded: LoadedRecipe,
-    *,
-    recipe: ExpandedRecipe,
-    device: Device,
-    speed: DeviceSpeed | None,
-    variants: tuple[VariantResults, ...],
-    store: Store,
-) -> tuple[VariantResults, ...]:
-    """`variants` of a run just made, each with its planned figures, at the limits measured in that run."""
+    loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, report: Report, store: Store
+) -> Report:
+    """The report of a run just made, each variant with its planned figures, at the limits measured in that run."""
     plan = make_plan(
         loaded,
         recipe=recipe.model_copy(update={"traffic": None}),
-        device=with_measured(device, speed) if speed else device,
+        device=with_measured(device, report.device) if report.device else device,
         facts=_facts(loaded, store=store),
     )
     planned = {variant.name: variant for variant in plan.variants}
-    return tuple(
+    variants = tuple(
         variant.model_copy(update={"planned": reconcile(planned[variant.name], variant)})
-        for variant in variants
+        for variant in report.variants
     )
+    return report.model_copy(update={"variants": variants})
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,8 @@ def _trace(loaded: LoadedRecipe) -> list[Request]:
     return read_trace(loaded.resolve(traffic.trace)) if traffic and traffic.trace else []
 
 
-def _newest_run(loaded: LoadedRecipe, *, store: Store) -> _StoredRun | None:
-    """The newest finished run of this very recipe; reports of other recipes or versions are passed over."""
+def _newest_run(loaded: LoadedRecipe, *, device: Device, store: Store) -> _StoredRun | None:
+    """The newest finished run of this very recipe on `device`; other reports and versions are passed over."""
     wanted = loaded.recipe.digest()
     for file in sorted((store.root / "runs").glob("*/report.json"), reverse=True):
         try:
@@ -122,11 +120,21 @@ def _newest_run(loaded: LoadedRecipe, *, store: Store) -> _StoredRun | None:
             if wanted.encode() not in content:
                 continue
             report = Report.model_validate_json(content)
+            measured_on = Device.model_validate_json(json.dumps(report.provenance.get("device")))
         except (OSError, ValidationError):
             continue
-        if report.recipe_digest == wanted and not report.interrupted:
+        finished = report.recipe_digest == wanted and not report.interrupted
+        if finished and _same_device(measured_on, device):
             return _StoredRun(folder=file.parent, report=report)
     return None
+
+
+def _same_device(measured_on: Device, planned: Device) -> bool:
+    """Whether a run's device is the planned one: alike in every fact, or the card of the planned data sheet."""
+    sheet = sheet_of(measured_on.name)
+    return fingerprint(measured_on) == fingerprint(planned) or (
+        sheet is not None and sheet.name == planned.name
+    )
 
 
 def _measured_steps(report: Report) -> dict[str, MeasuredSteps]:
@@ -152,11 +160,13 @@ def _times(row: SpeedRow) -> BatchTimes:
     )
 
 
-def _beside(plan: Plan, results: tuple[VariantResults, ...], *, folder: Path) -> Plan:
-    measured = {variant.name: variant for variant in results}
+def _beside(plan: Plan, last: _StoredRun, *, steps: Mapping[str, MeasuredSteps]) -> Plan:
+    measured = {variant.name: variant for variant in last.report.variants}
+    notes = [_fit_note(measured[name], fitted) for name, fitted in steps.items() if plan.traffic]
     return plan.model_copy(
         update={
-            "measured_run": str(folder),
+            "measured_run": str(last.folder),
+            "notes": (*plan.notes, *notes),
             "variants": tuple(
                 variant.model_copy(update={"measured": reconcile(variant, measured[variant.name])})
                 if variant.name in measured
@@ -164,4 +174,14 @@ def _beside(plan: Plan, results: tuple[VariantResults, ...], *, folder: Path) ->
                 for variant in plan.variants
             ),
         }
+    )
+
+
+def _fit_note(variant: VariantReport, fitted: MeasuredSteps) -> str:
+    rows = [row for row in (variant.speed.rows if variant.speed else ()) if row.outcome == "measured"]
+    sizes = ", ".join(str(row.batch_size) for row in rows)
+    prompts = ", ".join(map(str, sorted({row.prompt_tokens for row in rows})))
+    return (
+        f"{variant.name}: the fleet's step times are fitted to {fitted.samples} measured ones (batches of {sizes}, "
+        f"prompts of {prompts} tokens); larger batches and other lengths are extrapolated"
     )
