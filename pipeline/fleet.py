@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -31,12 +30,14 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 LEAST_REQUESTS = 6_000
-"""Simulated for the final figures: sixty lie beyond the 99th percentile."""
+"""Simulated for the final figures."""
+BEYOND_PERCENTILE = 50
+"""So many of them lie beyond the targets' percentile at least."""
 ROUGH_REQUESTS = 800
 """Simulated for each number that the search only passes by."""
 TRACE_REQUESTS = 20_000
 """Of a trace's devices as many are simulated as get so many requests together: their shares are alike."""
-APART_S = 1e6
+APART_S = 1e5
 """Between requests that are to have a device to themselves."""
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -47,15 +48,15 @@ class Targets(Value):
 
     ttft_s: Seconds | None = None
     tpot_s: Seconds | None = None
-    percentile: Annotated[float, Field(gt=0, lt=100)] = 99.0
+    percentile: Annotated[float, Field(gt=0, le=99.9)] = 99.0
 
 
 class FleetSize(Value):
     """The smallest number of devices that meets the targets, and how it is there.
 
     `devices` is None when no number does, and `reason` says why; the figures of a loaded device are then None
-    too. `load` is the traffic over what that many devices could serve, `busy` the share of time in which
-    a step runs (a step takes nearly as long for one sequence as for many, so it says little of the load).
+    too. `load` is the traffic over what that many devices could serve; `mean_batch` the requests in a device at
+    once, its rate × the mean time from start to end (Little's law).
     `unloaded_*` are the targets' percentile for requests that have a device to themselves. Percentiles are
     over the requests of all simulated devices; of Poisson traffic the first tenth or more, which found an
     empty device, is left out.
@@ -65,7 +66,6 @@ class FleetSize(Value):
     reason: str = ""
     capacity_requests_per_s: float | None = None
     load: float | None = None
-    busy: float | None = None
     mean_batch: float | None = None
     output_tokens_per_s: float | None = None
     """Of one device, at this load."""
@@ -105,7 +105,9 @@ def devices_needed(
             reason=f"a request of {longest.prompt_tokens} + {longest.new_tokens} tokens needs {blocks} blocks of "
             f"{serving.block_tokens} tokens; a device's KV cache has {serving.cache_blocks}",
         )
-    ttft_s, tpot_s = search.at_target(search.unloaded)
+    ttft_s, tpot_s = search.at_target(search.unloaded(ROUGH_REQUESTS))
+    if not search.allows(ttft_s, tpot_s):  # perhaps only by the sample's chance
+        ttft_s, tpot_s = search.at_target(search.unloaded(search.full_count))
     for name, wait_s, limit_s in (("TTFT", ttft_s, targets.ttft_s), ("TPOT", tpot_s, targets.tpot_s)):
         if wait_s is not None and limit_s is not None and wait_s > limit_s:
             reason = (
@@ -156,12 +158,20 @@ class _Search:
         self.held = max(1, min(serving.max_sequences, held))
         """Sequences that a full device holds at once."""
 
-    @cached_property
-    def unloaded(self) -> _Trial:
-        """Requests that never meet."""
+    @property
+    def full_count(self) -> int:
+        """Requests of a full trial, of which enough lie beyond the percentile when a tenth is left out."""
+        beyond = BEYOND_PERCENTILE / (1 - self.targets.percentile / 100) / 0.9
+        return max(LEAST_REQUESTS, math.ceil(beyond), 10 * self.held)
+
+    def unloaded(self, count: int) -> _Trial:
+        """`count` requests (or as many as a trace has) that never meet."""
+        if isinstance(self.traffic, Traffic):
+            source: Sequence[Request] = self.traffic.requests(count, seed=self.seed)
+        else:
+            source = self.traffic[:count]
         apart = [
-            Request(place * APART_S, one.prompt_tokens, one.new_tokens)
-            for place, one in enumerate(self.sample[:400])
+            Request(place * APART_S, one.prompt_tokens, one.new_tokens) for place, one in enumerate(source)
         ]
         return _Trial(0, [self._replay(apart)], 0)
 
@@ -188,8 +198,10 @@ class _Search:
     def smallest(self) -> FleetSize:
         """The smallest number that passes: found roughly, then around there in full."""
         capacity = self.capacity_requests_per_s()
-        least = 1 if self.requests_per_s is None else math.floor(self.requests_per_s / capacity) + 1
-        most = self._most(least)
+        enough = 1 if self.requests_per_s is None else math.floor(self.requests_per_s / capacity) + 1
+        # Traffic without an end can't exceed what is served; a trace ends, and may be waited for.
+        least = enough if isinstance(self.traffic, Traffic) else 1
+        most = self._most(enough)
         full: dict[int, _Trial] = {}
 
         def rough_passes(devices: int) -> bool:
@@ -199,25 +211,25 @@ class _Search:
             full[devices] = self.trial(devices, full=True)
             return self.passes(full[devices])
 
-        rough = _smallest_passing(rough_passes, least=least, most=most, start=least)
+        rough = _smallest_passing(rough_passes, least=least, most=most, start=enough)
         found = _smallest_passing(full_passes, least=least, most=most, start=rough or most)
         if found is None:
             reason = f"the targets aren't met even with {most} devices, which leave each nearly idle"
             return FleetSize(devices=None, reason=reason, capacity_requests_per_s=capacity)
         return self._size(full[found], capacity)
 
-    def _most(self, least: int) -> int:
+    def _most(self, enough: int) -> int:
         """Devices on which requests hardly ever meet: each idle for 99 % of the time, or with one request."""
         each_alone = math.inf if isinstance(self.traffic, Traffic) else len(self.traffic)
         if self.requests_per_s is None:
             return int(each_alone)
-        latency_s = float(self.unloaded.replays[0].latency_s.mean())
-        return max(least, int(min(each_alone, math.ceil(self.requests_per_s * latency_s * 100))))
+        latency_s = float(self.unloaded(ROUGH_REQUESTS).replays[0].latency_s.mean())
+        return max(enough, int(min(each_alone, math.ceil(self.requests_per_s * latency_s * 100))))
 
     def trial(self, devices: int, *, full: bool) -> _Trial:
         """Simulate that many devices; one stands for all where the traffic is Poisson."""
         if isinstance(self.traffic, Traffic):
-            count = max(LEAST_REQUESTS, 10 * self.held) if full else max(ROUGH_REQUESTS, 4 * self.held)
+            count = self.full_count if full else max(ROUGH_REQUESTS, 4 * self.held)
             skip = max(count // 10, min(self.held, count // 4))
             requests = self.traffic.requests(count, seed=self.seed, devices=devices)
             return _Trial(devices, [self._replay(requests)], skip)
@@ -227,7 +239,10 @@ class _Search:
 
     def passes(self, trial: _Trial) -> bool:
         """Whether both targets are met."""
-        ttft_s, tpot_s = self.at_target(trial)
+        return self.allows(*self.at_target(trial))
+
+    def allows(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """Whether these waits, at the targets' percentile, are within the targets."""
         return all(
             wait_s is None or limit_s is None or wait_s <= limit_s
             for wait_s, limit_s in ((ttft_s, self.targets.ttft_s), (tpot_s, self.targets.tpot_s))
@@ -250,23 +265,32 @@ class _Search:
     def _size(self, trial: _Trial, capacity: float) -> FleetSize:
         ttft_s, tpot_s, latency_s = _pooled(trial)
         target_ttft_s, target_tpot_s = self.at_target(trial)
-        results = [one.result() for one in trial.replays]
         rate = self.requests_per_s
+        each = None if rate is None else rate / trial.devices
+        stays_s, tokens = _stays(trial)
         return FleetSize(
             devices=trial.devices,
             capacity_requests_per_s=capacity,
-            load=None if rate is None else rate / (trial.devices * capacity),
-            busy=_mean([one.busy for one in results]),
-            mean_batch=_mean([one.mean_batch for one in results]),
-            output_tokens_per_s=_mean([one.output_tokens_per_s for one in results]),
+            load=None if each is None else each / capacity,
+            mean_batch=None if each is None else each * stays_s,
+            output_tokens_per_s=None if each is None else each * tokens,
             ttft_s=percentiles(ttft_s),
             tpot_s=percentiles(tpot_s),
             latency_s=percentiles(latency_s),
             target_ttft_s=target_ttft_s,
             target_tpot_s=target_tpot_s,
-            preemptions=sum(one.preemptions for one in results),
-            simulated_requests=sum(one.requests for one in results),
+            preemptions=sum(one.preemptions for one in trial.replays),
+            simulated_requests=sum(len(one.served) for one in trial.replays),
         )
+
+
+def _stays(trial: _Trial) -> tuple[float, float]:
+    """Mean seconds from start to end, and mean tokens of an answer."""
+    import numpy as np
+
+    stays_s = np.concatenate([(one.end_s - one.start_s)[trial.skip :] for one in trial.replays])
+    tokens = np.concatenate([one.new_tokens[trial.skip :] for one in trial.replays])
+    return float(stays_s.mean()), float(tokens.mean())
 
 
 def _pooled(trial: _Trial) -> tuple[Floats, Floats, Floats]:
@@ -278,11 +302,6 @@ def _pooled(trial: _Trial) -> tuple[Floats, Floats, Floats]:
         np.concatenate([one.tpot_s(skip=trial.skip) for one in trial.replays]),
         np.concatenate([one.latency_s[trial.skip :] for one in trial.replays]),
     )
-
-
-def _mean(figures: Sequence[float | None]) -> float | None:
-    known = [figure for figure in figures if figure is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _smallest_passing(passes: Callable[[int], bool], *, least: int, most: int, start: int) -> int | None:

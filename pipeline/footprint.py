@@ -35,7 +35,6 @@ __all__ = [
     "WeightBytes",
     "WeightParts",
     "WeightReads",
-    "bytes_read_per_step",
     "cached_shape_facts",
     "kv_bytes",
     "kv_bytes_per_token",
@@ -174,9 +173,7 @@ def weight_bytes(
     return WeightBytes(
         on_disk=parts.total,
         resident=resident + (facts.parameters - facts.linear_weights) * float_bytes,
-        read_per_token=bytes_read_per_step(
-            facts, quantizer=quantizer, batch_size=1, compute_bytes=compute_bytes
-        ),
+        read_per_token=round(weight_reads(facts, quantizer=quantizer, compute_bytes=compute_bytes).bytes(1)),
         bits_per_weight=8 * parts.total / facts.parameters,
         parts=parts,
     )
@@ -197,14 +194,6 @@ def weight_reads(
         else:
             dense += shape.read_per_token * each
     return WeightReads(dense_bytes=dense, experts=tuple(experts))
-
-
-def bytes_read_per_step(
-    facts: ShapeFacts, *, quantizer: StoresWeights, batch_size: int, compute_bytes: int | None = None
-) -> int:
-    """Weight bytes that one decode step of `batch_size` sequences reads (KV cache not included)."""
-    reads = weight_reads(facts, quantizer=quantizer, compute_bytes=compute_bytes)
-    return round(reads.bytes(batch_size))
 
 
 def unreached_weights(facts: ShapeFacts, *, quantizer: FindsWeights) -> int:

@@ -1,11 +1,13 @@
-"""The limits that memory and arithmetic set: ceilings, break-even batch, capacity, price.
+"""The limits that memory and arithmetic set: floors of a pass, ops:byte, capacity, price.
 
 A decode step reads the weights once and does two FLOPs for each of them and each sequence of the batch. So a
 single stream can't be faster than bandwidth ÷ bytes read, and a batch can't be faster than the arithmetic
 (the roofline: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009). Every measured figure stands
 beside these; one above its ceiling is void. Pure arithmetic, SI units, nothing rounded.
 
->>> round(decode_ceiling_tokens_per_s(3.35e12, read_bytes_per_step=54e9), 1)
+>>> step_s = step_floor_s(
+...     read_bytes=54e9, flops=54e9, bandwidth_bytes_per_s=3.35e12, peak_flops_per_s=989e12)
+>>> round(1 / step_s, 1)
 62.0
 >>> round(ops_per_byte(989e12, bandwidth_bytes_per_s=3.35e12))
 295
@@ -22,61 +24,10 @@ CACHEABLE_MULTIPLE = 4
 SECONDS_PER_HOUR = 3600
 
 
-def decode_ceiling_tokens_per_s(
-    bandwidth_bytes_per_s: float,
-    *,
-    read_bytes_per_step: float,
-    batch_size: int = 1,
-    peak_flops_per_s: float | None = None,
-    weights_read_per_token: int | None = None,
-) -> float:
-    """Most tokens per second that a whole batch can decode: batch ÷ the longer of reading and computing.
-
-    `read_bytes_per_step` holds the weights and the batch's KV cache at that depth. Without FLOP/s only
-    reading counts, which is right below the break-even batch. Raises ValueError unless all are positive.
-    """
-    _positive(
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        read_bytes_per_step=read_bytes_per_step,
-        batch_size=batch_size,
-    )
-    step_s = read_bytes_per_step / bandwidth_bytes_per_s
-    if peak_flops_per_s is not None and weights_read_per_token is not None:
-        _positive(peak_flops_per_s=peak_flops_per_s, weights_read_per_token=weights_read_per_token)
-        step_s = max(step_s, 2 * weights_read_per_token * batch_size / peak_flops_per_s)
-    return batch_size / step_s
-
-
-def prefill_ceiling_tokens_per_s(peak_flops_per_s: float, *, weights_read_per_token: int) -> float:
-    """Most prompt tokens per second: peak FLOP/s ÷ 2 FLOPs for each weight that a token uses.
-
-    Attention's own FLOPs, which grow with the context, are left out. The factor
-    2 is a multiply and an add (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
-    """
-    _positive(peak_flops_per_s=peak_flops_per_s, weights_read_per_token=weights_read_per_token)
-    return peak_flops_per_s / (2 * weights_read_per_token)
-
-
 def ops_per_byte(peak_flops_per_s: float, *, bandwidth_bytes_per_s: float) -> float:
     """FLOPs the device can do while it reads one byte: the arithmetic intensity at the roofline's ridge."""
     _positive(peak_flops_per_s=peak_flops_per_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
     return peak_flops_per_s / bandwidth_bytes_per_s
-
-
-def break_even_batch(device_ops_per_byte: float, *, bytes_per_weight: float) -> float:
-    """Batch size at which a decode step computes as long as it reads weights; larger ones stop being free.
-
-    A step does 2 FLOPs a sequence for each weight of `bytes_per_weight` bytes: batch = ops:byte × bytes ÷ 2.
-    With 16-bit weights it is ops:byte itself. KV cache reads are left out.
-    """
-    _positive(device_ops_per_byte=device_ops_per_byte, bytes_per_weight=bytes_per_weight)
-    return device_ops_per_byte * bytes_per_weight / 2
-
-
-def arithmetic_intensity(batch_size: float, *, bytes_per_weight: float) -> float:
-    """FLOPs a decode step does for each byte of weights it reads: batch × 2 ÷ bytes per weight."""
-    _positive(batch_size=batch_size, bytes_per_weight=bytes_per_weight)
-    return batch_size * 2 / bytes_per_weight
 
 
 def attended_pairs(tokens: int, *, window_tokens: int | None = None) -> int:

@@ -12,7 +12,6 @@ import pytest
 
 from pipeline.block_weights import MatrixKind
 from pipeline.footprint import (
-    bytes_read_per_step,
     cached_shape_facts,
     kv_bytes,
     kv_bytes_per_token,
@@ -142,7 +141,7 @@ def test_a_token_reads_only_the_routed_experts() -> None:
     experts = 4 * 3 * 64 * 32
     dense = facts.linear_weights - experts
     assert facts.linear_weights_read_per_token == dense + experts // 2
-    read = [bytes_read_per_step(facts, quantizer=FP16, batch_size=batch) for batch in (1, 2, 1000)]
+    read = [round(weight_reads(facts, quantizer=FP16).bytes(batch)) for batch in (1, 2, 1000)]
     assert read[0] == 2 * facts.weights_read_per_token
     assert read[1] == read[0] + 2 * experts // 4  # two tokens touch 4·(1 − ½²) = 3 of 4 experts on average
     assert read[2] == 2 * (facts.parameters - facts.embedding_weights)
@@ -168,7 +167,7 @@ def test_a_dense_model_reads_the_same_bytes_at_every_batch() -> None:
         published("gemma-3-27b-it").linear_weights_read_per_token
         == published("gemma-3-27b-it").linear_weights
     )
-    assert bytes_read_per_step(published("gemma-3-27b-it"), quantizer=FP16, batch_size=32) == 54_018_692_608
+    assert weight_reads(published("gemma-3-27b-it"), quantizer=FP16).bytes(32) == 54_018_692_608
 
 
 def test_latent_attention_caches_576_values_a_token_and_layer() -> None:

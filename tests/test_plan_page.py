@@ -89,7 +89,6 @@ def fleet(devices: int | None) -> FleetPlan:
     size = FleetSize(
         devices=devices,
         load=0.72,
-        busy=0.99,
         mean_batch=14.2,
         output_tokens_per_s=1830.0,
         ttft_s=waits(0.4),
