@@ -48,8 +48,9 @@ def advice(
     baseline = variants[0]
     if not baseline.decode_ceiling_tokens_per_s:
         return ()
+    first = next((one for one in variants if one.fits is not False), baseline)
     return (
-        *_batching(setting, baseline),
+        *_batching(setting, first),
         *(_quantization(baseline, candidate) for candidate in variants[1:]),
         *_bigger_cards(setting, specs[0], baseline),
     )
@@ -108,28 +109,33 @@ def _what_if(setting: PlanSetting, change: str, *, before: Roof, after: Roof) ->
     )
 
 
-def _batching(setting: PlanSetting, baseline: VariantPlan) -> tuple[Advice, ...]:
+def _batching(setting: PlanSetting, variant: VariantPlan) -> tuple[Advice, ...]:
     free = min(
-        (size for size in (baseline.compute_bound_batch, baseline.best_batch) if size is not None), default=0
+        (size for size in (variant.compute_bound_batch, variant.best_batch) if size is not None), default=0
     )
-    alone = baseline.batches[0]
-    at = next((batch for batch in reversed(baseline.batches) if batch.batch_size <= free), None)
+    alone = variant.batches[0]
+    at = next((batch for batch in reversed(variant.batches) if batch.batch_size <= free), None)
     if at is None or at.batch_size <= alone.batch_size:
         return ()
     why = {
         "compute": "arithmetic takes longer than reading beyond it",
         "capacity": "memory holds no more",
         None: "what fits isn't known",
-    }[baseline.limited_by]
-    if setting.latency_limit_s is not None and baseline.best_batch == free != baseline.max_batch:
+    }[variant.limited_by]
+    if setting.latency_limit_s is not None and variant.best_batch == free != _held(variant):
         why = f"a step of more takes longer than {1e3 * setting.latency_limit_s:g} ms"
     return (
         Advice(
             step="batching",
             gain=at.tokens_per_s / alone.tokens_per_s,
-            text=f"{baseline.name}: {at.batch_size} requests at once share each weight read ({why})",
+            text=f"{variant.name}: {at.batch_size} requests at once share each weight read ({why})",
         ),
     )
+
+
+def _held(variant: VariantPlan) -> int | None:
+    """Sequences of mean length that a paged cache holds."""
+    return variant.capacity.paged if variant.capacity else variant.max_batch
 
 
 def _quantization(baseline: VariantPlan, candidate: VariantPlan) -> Advice:

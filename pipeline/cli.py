@@ -7,13 +7,14 @@ line. Nothing heavy is imported before a command needs it, so that `--help` answ
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from pipeline.errors import Interrupted, PipelineError, PrerequisiteError
+from pipeline.errors import Interrupted, PipelineError, PrerequisiteError, StageError
 
 EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or usage · 3 prerequisite missing ·
 4 a stage failed · 5 inconclusive · 130 interrupted"""
@@ -37,9 +38,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """A job started without standard streams (`>&-`, some schedulers) still runs to its exit code."""
+    """A job started without standard streams (`>&-`, some schedulers) still runs to its exit code.
+
+    So does one whose streams know fewer letters than ours: they get a question mark.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+        if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (open until the process ends)
 
 
@@ -124,6 +131,9 @@ def _write(stream: TextIO, text: str) -> None:
         stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise StageError(f"{stream.name} can't be written: {error.strerror}") from None
 
 
 # --- commands --------------------------------------------------------------------------------------------
@@ -139,12 +149,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from pipeline.commands import plan_for, write_page
+    from pipeline.commands import plan_for
     from pipeline.plan_text import plan_table
 
-    plan = plan_for(options.recipe, hardware=options.hardware)
+    plan = plan_for(options.recipe, hardware=options.hardware, page=options.html)
     if options.html:
-        write_page(plan, file=options.html)
         _tell(f"page: {options.html}")
     _print(plan.to_json() if options.json else plan_table(plan))
     return 0

@@ -171,14 +171,34 @@ def _json_line(
 # --- plan, check -----------------------------------------------------------------------------------------
 
 
-def plan_for(path: Path, *, hardware: str | None) -> Plan:
-    """Plan for the recipe's hardware, or for `hardware`. Loads no weight."""
-    return plan_recipe(path, hardware=hardware, store=store_from_environment())
+def plan_for(path: Path, *, hardware: str | None, page: Path | None) -> Plan:
+    """Plan for the recipe's hardware, or for `hardware`, and write it as an HTML page, too. Loads no weight."""
+    file = None if page is None else _page_file(page)
+    plan = plan_recipe(path, hardware=hardware, store=store_from_environment())
+    if file is not None:
+        try:
+            write_atomically(file, plan_page(plan))
+        except (OSError, StageError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error).split("; ")[0]
+            raise UsageError(f"--html {page}: can't be written: {reason}; name another file") from None
+    return plan
 
 
-def write_page(plan: Plan, *, file: Path) -> None:
-    """The plan as one HTML file. Raises StageError when it can't be written."""
-    write_atomically(file, plan_page(plan))
+def _page_file(page: Path) -> Path:
+    """Where a page goes: a new file, or a regular one that is replaced. Raises UsageError before any work."""
+    try:
+        file = page.expanduser().resolve()
+        taken = file.exists() and not file.is_file()
+        parent = file.parent
+        while not parent.exists():
+            parent = parent.parent
+        nowhere = not parent.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"--html {page}: is no usable path ({error}); name a file such as plan.html") from None
+    if taken or nowhere or not page.name:
+        what = f"{parent} is no folder" if nowhere else "is no regular file"
+        raise UsageError(f"--html {page}: {what}; name a file such as plan.html")
+    return file
 
 
 def check_recipe(path: Path) -> Preflight:

@@ -47,8 +47,15 @@ def _in_base_units(value: float) -> float:
     return value
 
 
+def _on_one_line(text: str) -> str:
+    """Control characters would reach the terminal of whoever plans with the file."""
+    if not text.isprintable():
+        raise ValueError("may hold printable characters only, on one line")
+    return text
+
+
 Bytes = Annotated[int, BeforeValidator(_whole), Field(gt=0, lt=2**63), AfterValidator(_in_base_units)]
-Rate = Annotated[float, Field(gt=0), AfterValidator(_in_base_units)]
+Rate = Annotated[float, Field(gt=0, le=1e18), AfterValidator(_in_base_units)]
 
 
 class _Peaks(Value):
@@ -71,8 +78,12 @@ class DeviceFile(Value):
     bandwidth_bytes_per_s: Rate
     peak_flops_per_s: _Peaks = _Peaks()
     last_level_cache_bytes: Annotated[int, BeforeValidator(_whole), Field(gt=0, lt=2**63)] | None = None
-    dollars_per_hour: Annotated[float, Field(gt=0)] | None = None
-    source: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=500)]
+    dollars_per_hour: Annotated[float, Field(ge=1e-4, le=1e6)] | None = None
+    source: Annotated[
+        str,
+        StringConstraints(strip_whitespace=True, min_length=1, max_length=500),
+        AfterValidator(_on_one_line),
+    ]
 
 
 def device_named(name: str, *, folder: Path) -> Device:

@@ -37,6 +37,8 @@ ROUGH_REQUESTS = 800
 """Simulated for each number that the search only passes by."""
 TRACE_REQUESTS = 20_000
 """Of a trace's devices as many are simulated as get so many requests together: their shares are alike."""
+MOST_PREFILL_STEPS = 30_000
+"""Of a full trial."""
 APART_S = 1e5
 """Between requests that are to have a device to themselves."""
 
@@ -151,7 +153,7 @@ class _Search:
                 raise ValueError("the trace holds no request")
             self.longest = max(traffic, key=lambda one: one.prompt_tokens + one.new_tokens)
             span_s = traffic[-1].arrival_s - traffic[0].arrival_s
-            self.requests_per_s = len(traffic) / span_s if span_s > 0 else None
+            self.requests_per_s = (len(traffic) - 1) / span_s if span_s > 0 else None
             self.sample = list(traffic[:ROUGH_REQUESTS])
         tokens = sum(one.prompt_tokens + one.new_tokens / 2 for one in self.sample) / len(self.sample)
         held = math.ceil(serving.cache_blocks * serving.block_tokens / tokens)
@@ -162,7 +164,11 @@ class _Search:
     def full_count(self) -> int:
         """Requests of a full trial, of which enough lie beyond the percentile when a tenth is left out."""
         beyond = BEYOND_PERCENTILE / (1 - self.targets.percentile / 100) / 0.9
-        return max(LEAST_REQUESTS, math.ceil(beyond), 10 * self.held)
+        count = max(LEAST_REQUESTS, math.ceil(beyond), 10 * self.held)
+        # Prompts of many steps each are simulated step by step: fewer of them, or a plan would take a minute.
+        mean_prompt = sum(one.prompt_tokens for one in self.sample) / len(self.sample)
+        steps = mean_prompt / self.serving.max_batch_tokens
+        return min(count, max(ROUGH_REQUESTS, math.ceil(MOST_PREFILL_STEPS / steps)))
 
     def unloaded(self, count: int) -> _Trial:
         """`count` requests (or as many as a trace has) that never meet."""
@@ -199,6 +205,8 @@ class _Search:
         """The smallest number that passes: found roughly, then around there in full."""
         capacity = self.capacity_requests_per_s()
         enough = 1 if self.requests_per_s is None else math.floor(self.requests_per_s / capacity) + 1
+        if not isinstance(self.traffic, Traffic):
+            enough = min(enough, len(self.traffic))
         # Traffic without an end can't exceed what is served; a trace ends, and may be waited for.
         least = enough if isinstance(self.traffic, Traffic) else 1
         most = self._most(enough)
@@ -238,7 +246,9 @@ class _Search:
         return _Trial(devices, [self._replay(share) for share in shares[:simulated] if share], 0)
 
     def passes(self, trial: _Trial) -> bool:
-        """Whether both targets are met."""
+        """Whether both targets are met; without any, whether the devices keep up."""
+        if self.targets.ttft_s is None and self.targets.tpot_s is None:
+            return not any(one.overloaded for one in trial.replays)
         return self.allows(*self.at_target(trial))
 
     def allows(self, ttft_s: float | None, tpot_s: float | None) -> bool:

@@ -12,6 +12,7 @@ from pipeline.fleet import FleetSize, devices_needed
 from pipeline.plan_values import FleetPlan, VariantPlan
 from pipeline.recipe import TrafficSpec, VariantSpec
 from pipeline.roof import Roof
+from pipeline.roofline import dollars_per_million_tokens
 from pipeline.scheduler import Serving
 from pipeline.step_times import MeasuredSteps, RooflineSteps, StepTimes
 from pipeline.traffic import Traffic
@@ -45,10 +46,14 @@ def planned_fleet(
         seed=traffic.seed,
     )
     price = setting.dollars_per_hour
+    rate = size.output_tokens_per_s
     return FleetPlan(
         size=size,
         serving=serving,
         dollars_per_month=size.devices * price * HOURS_PER_MONTH if size.devices and price else None,
+        dollars_per_million_output_tokens=dollars_per_million_tokens(rate, dollars_per_hour=price)
+        if rate and price
+        else None,
         step_times="measured" if measured else "roofline",
         median_error=measured.median_error if measured and _is_tested(measured) else None,
     )
@@ -91,6 +96,9 @@ def _serving(setting: PlanSetting, roof: Roof, *, traffic: TrafficSpec, plan: Va
     if constant:
         mean_bytes = constant + growing * setting.mean_sequence_tokens
         sequences = min(sequences, max(1, math.floor(room / mean_bytes)))
+        longest = growing * traffic.block_tokens * math.ceil(setting.longest_request_tokens / traffic.block_tokens)
+        if longest + constant <= room:  # the longest request must fit beside the others' states
+            sequences = min(sequences, math.floor((room - longest) / constant))
     if growing:
         blocks = math.floor((room - sequences * constant) / (growing * traffic.block_tokens))
     else:  # nothing grows: blocks are never what ends the batch

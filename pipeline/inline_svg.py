@@ -11,6 +11,7 @@ where a figure was drawn is left out.
 from __future__ import annotations
 
 import io
+import os
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping
@@ -51,6 +52,8 @@ def inline_svg(
 
     `size_in` is width and height in inches at 72 points each; the element itself scales with its box.
     """
+    # Read when matplotlib is first imported; notebooks set it to a backend that may not be installed here.
+    os.environ["MPLBACKEND"] = "svg"
     import matplotlib
     from matplotlib.figure import Figure
 

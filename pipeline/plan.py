@@ -22,6 +22,8 @@ from pipeline.step_times import MeasuredSteps
 from pipeline.traffic import Request
 from pipeline.variant_plan import PlanSetting, roof_of, variant_plan
 
+FULL_LOAD = 0.95
+"""Above it the queue of Poisson arrivals is so long that no simulation of a plan's length settles."""
 ASSUMED_FLIP_RATE = 0.05
 """Share of answers that quantizing is taken to flip before anything is measured."""
 
@@ -51,8 +53,9 @@ def make_plan(
     _check_lengths(loaded, setting)
     specs = recipe.ordered()
     variants = _variants(setting, measured_steps or {})
-    planned_batch = _planned_batch(recipe, variants[0])
-    share = prefill_share(setting, roof_of(setting, specs[0]), batch_size=planned_batch)
+    place = next((index for index, one in enumerate(variants) if one.fits is not False), 0)
+    planned_batch = _planned_batch(recipe, variants[place])
+    share = prefill_share(setting, roof_of(setting, specs[place]), batch_size=planned_batch)
     return Plan(
         recipe=str(loaded.path),
         model=recipe.model.id,
@@ -70,9 +73,11 @@ def make_plan(
         advice=advice(setting, variants, specs),
         what_ifs=what_ifs(setting, specs[0]),
         notes=(
+            *_setting_notes(setting),
             *_cache_notes(facts),
             *facts.notes,
             *_fit_notes(setting, variants),
+            *_load_notes(variants),
             *_reach_notes(setting),
             *quality_notes(recipe),
         ),
@@ -108,10 +113,10 @@ def _check_lengths(loaded: LoadedRecipe, setting: PlanSetting) -> None:
         )
 
 
-def _planned_batch(recipe: ExpandedRecipe, baseline: VariantPlan) -> int:
-    """The largest of the recipe's batch sizes that the baseline holds."""
+def _planned_batch(recipe: ExpandedRecipe, variant: VariantPlan) -> int:
+    """The largest of the recipe's batch sizes that the variant holds: of the first one that fits."""
     sizes = recipe.speed.batch_sizes if recipe.speed else (1,)
-    held = max(sizes) if baseline.max_batch is None else baseline.max_batch
+    held = max(sizes) if variant.max_batch is None else variant.max_batch
     return max((size for size in sizes if size <= held), default=1)
 
 
@@ -164,6 +169,36 @@ def _cache_notes(facts: ShapeFacts) -> list[str]:
     if facts.attention is None:
         notes.append("attention's own arithmetic isn't known for this model and isn't in the floors")
     return notes
+
+
+def _setting_notes(setting: PlanSetting) -> list[str]:
+    """What of recipe and device doesn't go together, or isn't known yet."""
+    notes = []
+    spec, memory = setting.recipe.capacity, setting.device.memory_bytes
+    if setting.device.bandwidth_bytes_per_s is None:
+        notes.append("this machine's bandwidth and FLOP/s aren't known yet: run `python -m pipeline doctor` once")
+    if spec and spec.memory_budget_bytes and spec.memory_budget_bytes > memory:
+        notes.append(
+            f"capacity.memory_budget_bytes is {spec.memory_budget_bytes / 1e9:.1f} GB, more than the device has: "
+            f"{memory / 1e9:.1f} GB are planned with"
+        )
+    longest = setting.prompt_tokens + setting.new_tokens
+    if longest > setting.context_tokens:
+        notes.append(
+            f"the workload's sequences of {longest} tokens are longer than capacity.context_tokens "
+            f"({setting.context_tokens}), which `max batch` is counted with"
+        )
+    return notes
+
+
+def _load_notes(variants: tuple[VariantPlan, ...]) -> list[str]:
+    """Fleets so full that their waits depend on how long the traffic lasts."""
+    return [
+        f"{one.name}: {one.fleet.size.devices} devices are {100 * one.fleet.size.load:.0f} % full: their waits grow "
+        "for as long as such traffic lasts; set targets, or take more"
+        for one in variants
+        if one.fleet and one.fleet.size.load and one.fleet.size.load > FULL_LOAD
+    ]
 
 
 def _fit_notes(setting: PlanSetting, variants: tuple[VariantPlan, ...]) -> list[str]:

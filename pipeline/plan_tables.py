@@ -154,7 +154,8 @@ def _ending(variant: VariantPlan) -> str:
     if variant.limited_by == "compute":
         return f"arithmetic, at {shown(variant.compute_bound_batch, ',d')}"
     if variant.limited_by == "capacity":
-        return f"memory, at {shown(variant.max_batch, ',d')}"
+        held = variant.capacity.paged if variant.capacity else variant.max_batch
+        return f"memory, at {shown(held, ',d')}"
     return "?"
 
 
@@ -217,6 +218,11 @@ def fleet_table(plan: Plan) -> Table | None:
         Column("variant", "", lambda one: one.name),
         Column("devices", "", lambda one: str(one.size.devices or "none")),
         Column("cost", "$/month", lambda one: one.shown(one.fleet.dollars_per_month, ",.0f")),
+        Column(
+            "output",
+            "$/1M tokens",
+            lambda one: one.shown(one.fleet.dollars_per_million_output_tokens, ",.3f"),
+        ),
         Column("load", "% of capacity", lambda one: one.shown(one.size.load, ".0f", unit=0.01)),
         Column("mean batch", "sequences", lambda one: one.shown(one.size.mean_batch, ",.1f")),
         Column("each device", "tokens/s out", lambda one: one.shown(one.size.output_tokens_per_s, ",.0f")),

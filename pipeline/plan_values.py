@@ -82,12 +82,14 @@ class TrafficPlan(Value):
 class FleetPlan(Value):
     """The devices that the recipe's traffic needs. `step_times` says where their times come from: the roofline at
     the recipe's efficiency, or a run on this device, fitted with `median_error` (relative). `serving` is what
-    one device's scheduler may hold.
+    one device's scheduler may hold. The price of output tokens is that of the whole fleet: prompts, waits and
+    idle time included.
     """
 
     size: FleetSize
     serving: Serving | None
     dollars_per_month: float | None
+    dollars_per_million_output_tokens: float | None = None
     step_times: Literal["roofline", "measured"]
     median_error: float | None
 
@@ -102,7 +104,7 @@ class VariantPlan(Value):
     token; `bytes_per_answer` is what they stream. `compute_bound_batch` is the batch at which a step at the
     workload's mean depth computes as long as it reads (None: the cache's reading outgrows the computing);
     `limited_by` tells whether that or memory ends the batching first. `best_batch` is the largest batch
-    that fits and keeps the latency limit. `devices_to_hold` counts devices by memory
+    that a paged cache holds and the latency limit allows. `devices_to_hold` counts devices by memory
     alone, for weights and one sequence.
     """
 

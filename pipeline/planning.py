@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -38,10 +39,13 @@ def plan_recipe(path: Path, *, hardware: str | None, store: Store) -> Plan:
     Loads no weight. Raises RecipeError, UsageError or PrerequisiteError.
     """
     loaded = load_recipe(path)
-    name = hardware or loaded.recipe.hardware
-    device = _device(name, folder=Path.cwd() if hardware else path.resolve().parent, store=store)
+    asked = hardware is not None
+    name = hardware if hardware is not None else loaded.recipe.hardware
+    device = _device(name, folder=Path.cwd() if asked else path.resolve().parent, store=store)
     recipe = loaded.recipe.expand(device=device.kind)
-    last = _newest_run(loaded, device=device, store=store)
+    if asked and name != recipe.hardware:
+        recipe = recipe.model_copy(update={"cost": None})  # that price is of another machine
+    last = _newest_run(recipe, device=device, store=store)
     steps = _measured_steps(last.report) if last else {}
     plan = make_plan(
         loaded,
@@ -111,22 +115,29 @@ def _trace(loaded: LoadedRecipe) -> list[Request]:
     return read_trace(loaded.resolve(traffic.trace)) if traffic and traffic.trace else []
 
 
-def _newest_run(loaded: LoadedRecipe, *, device: Device, store: Store) -> _StoredRun | None:
-    """The newest finished run of this very recipe on `device`; other reports and versions are passed over."""
-    wanted = loaded.recipe.digest()
+def _newest_run(recipe: ExpandedRecipe, *, device: Device, store: Store) -> _StoredRun | None:
+    """The newest finished run on `device` that measured what this recipe asks for; all else is passed over."""
+    wanted = _measured_part(recipe.model_dump(mode="json"))
     for file in sorted((store.root / "runs").glob("*/report.json"), reverse=True):
+        if not file.is_file():
+            continue
         try:
             content = file.read_bytes()
-            if wanted.encode() not in content:
+            if json.dumps(recipe.model.id, ensure_ascii=False).encode() not in content:
                 continue
             report = Report.model_validate_json(content)
             measured_on = Device.model_validate_json(json.dumps(report.provenance.get("device")))
         except (OSError, ValidationError):
             continue
-        finished = report.recipe_digest == wanted and not report.interrupted
-        if finished and _same_device(measured_on, device):
+        same = _measured_part(report.resolved_recipe) == wanted and not report.interrupted
+        if same and _same_device(measured_on, device):
             return _StoredRun(folder=file.parent, report=report)
     return None
+
+
+def _measured_part(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What speed and capacity depend on: prices, traffic, rules and tasks can change without a new run."""
+    return {name: recipe.get(name) for name in ("model", "baseline", "variants", "workload", "speed", "capacity")}
 
 
 def _same_device(measured_on: Device, planned: Device) -> bool:

@@ -128,7 +128,7 @@ class QualitySpec(Value):
 class CostSpec(Value):
     """Price of the machine."""
 
-    dollars_per_hour: Annotated[float, Field(gt=0)]
+    dollars_per_hour: Annotated[float, Field(ge=1e-4, le=1e6)]
 
 
 class Efficiency(Value):
@@ -138,9 +138,9 @@ class Efficiency(Value):
     engines lose about the same time on every layer, whatever the precision (docs/predictions.md).
     """
 
-    bandwidth: Annotated[float, Field(gt=0, le=1)] = 1.0
-    flops: Annotated[float, Field(gt=0, le=1)] = 0.6
-    overhead_s_per_layer: Annotated[float, Field(ge=0)] = 1e-4
+    bandwidth: Annotated[float, Field(ge=0.01, le=1)] = 1.0
+    flops: Annotated[float, Field(ge=0.01, le=1)] = 0.6
+    overhead_s_per_layer: Annotated[float, Field(ge=0, le=1)] = 1e-4
 
 
 class TrafficSpec(Value):
@@ -150,15 +150,15 @@ class TrafficSpec(Value):
     `max_batch_tokens` tokens a step, pages of `block_tokens`.
     """
 
-    requests_per_s: Annotated[float, Field(gt=0)] | None = None
+    requests_per_s: Annotated[float, Field(ge=1e-4, le=1e6)] | None = None
     prompt_tokens: Distribution | None = None
     new_tokens: Distribution | None = None
     trace: Annotated[str, Field(min_length=1)] | None = None
     targets: Targets = Targets()
     efficiency: Efficiency = Efficiency()
-    block_tokens: Positive = 16
-    max_batch_tokens: Positive = 2048
-    max_sequences: Positive = 256
+    block_tokens: Annotated[int, Field(gt=0, le=65_536)] = 16
+    max_batch_tokens: Annotated[int, Field(gt=0, le=1_000_000)] = 2048
+    max_sequences: Annotated[int, Field(gt=0, le=100_000)] = 256
     seed: Seed = 1234
 
 

@@ -21,6 +21,8 @@ from pipeline.traffic import Request
 
 USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory that a run may use when the recipe names no budget."""
+APPLE_MEMORY_SHARE = 0.75
+"""What macOS lets the GPU have of a large shared memory unless it is told otherwise (docs/hardware.md)."""
 DEFAULT_BLOCK_TOKENS = 16
 """Tokens of a page of a paged KV cache where the recipe's traffic names none; vLLM's default on GPUs."""
 FP8_BYTES = 1
@@ -90,13 +92,16 @@ class PlanSetting:
     @property
     def block_tokens(self) -> int:
         """Tokens of a page."""
-        return self.recipe.traffic.block_tokens if self.recipe.traffic else DEFAULT_BLOCK_TOKENS
+        return self.recipe.traffic.block_tokens if self.recipe.traffic else APPLE_MEMORY_SHARE = 0.75
+"""What macOS lets the GPU have of a large shared memory unless it is told otherwise (docs/hardware.md)."""
+DEFAULT_BLOCK_TOKENS
 
 
 def budget_bytes(recipe: ExpandedRecipe, *, device: Device) -> int:
-    """Memory a variant may use: the recipe's budget, else 0.9 × the device's memory."""
+    """Memory a variant may use: the recipe's budget, but never more than there is; else a share of the memory."""
     named = recipe.capacity.memory_budget_bytes if recipe.capacity else None
-    return named or int(USABLE_MEMORY_SHARE * device.memory_bytes)
+    share = APPLE_MEMORY_SHARE if device.kind == "mps" else USABLE_MEMORY_SHARE
+    return min(named, device.memory_bytes) if named else int(share * device.memory_bytes)
 
 
 def kv_element_bytes(variant: VariantSpec) -> int:
@@ -169,10 +174,12 @@ class _Variant:
         at_context = self.cache_bytes(setting.context_tokens)
         at_context_fp8 = self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES)
         held = self.held(at_context)
-        ending = _ending(setting, roof, held)
-        best = self.best_batch(roof, held)
+        paged = self.capacity_plan()
+        served = paged.paged if paged else held
+        ending = _ending(setting, roof, served)
+        best = self.best_batch(roof, served)
         limits = self.limits(roof)
-        batches = self.batches(roof, held=held, best=best)
+        batches = self.batches(roof, held=served, best=best)
         kv_budget = max(0, setting.budget_bytes - weights.resident)
         assert self.variant.engine is not None
         return VariantPlan(
@@ -197,7 +204,7 @@ class _Variant:
             devices_to_hold=None if at_context is None else self.devices_to_hold(at_context),
             max_batch=held,
             max_batch_fp8_kv=self.held(at_context_fp8),
-            capacity=self.capacity_plan(),
+            capacity=paged,
             passes_per_answer=setting.new_tokens,
             best_batch=best,
             compute_bound_batch=ending.compute_bound_batch,
@@ -240,7 +247,7 @@ class _Variant:
         )
 
     def best_batch(self, roof: Roof | None, held: int | None) -> int | None:
-        """The largest batch that fits and keeps the latency limit; None where that can't be told."""
+        """The largest batch that a paged cache holds and the latency limit allows; None where that can't be told."""
         limit_s = self.setting.latency_limit_s
         if not held or roof is None:
             return held

@@ -224,6 +224,8 @@ def _marked(what: str, error: yaml.MarkedYAMLError) -> str:
 def read_text(path: Path) -> str:
     """The file's text, always as UTF-8 (a byte-order mark is dropped). Raises RecipeError naming the file."""
     try:
+        if path.is_char_device() or path.is_block_device():
+            raise RecipeError(f"{path}: is a device; name a recipe file, for example recipes/demo.yaml")
         raw = path.read_bytes()
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file") from None

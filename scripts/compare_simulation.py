@@ -1,11 +1,12 @@
 """Checks the simulation against a real continuous-batching engine on traces it wasn't calibrated with.
 
-Two traces are served to time the engine's steps; step times are fitted to them. Then other traces, of other
-lengths, loads and seeds, are simulated first and served for real afterwards. Where all requests are there at
+Requests of two kinds are served to time the engine's steps, again and again; between two such calibrations a trace of
+other lengths, load and seed is served, which is simulated with the step times fitted to its neighbours. So a machine
+whose speed drifts is judged by what it was at the time. Where all requests are there at
 once, what is in each step doesn't depend on time, so that the schedules are compared step by step too. Writes
 `simulation.json` and `simulation.md` to FOLDER and prints the page.
 
-    python -m scripts.compare_simulation FOLDER [--seconds 50] [--threads 1] [--model DIRECTORY]
+    python -m scripts.compare_simulation FOLDER [--seconds 40] [--threads 1] [--model DIRECTORY]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.hardware import detect
 from pipeline.simulation import Request, Serving, SimulationResult, replay
@@ -23,7 +25,7 @@ from pipeline.text_table import markdown_table
 from pipeline.traffic import Lognormal, Traffic, Uniform
 from pipeline.values import Value
 from scripts.fetch_demo_model import MODEL_FOLDER
-from scripts.paged_engine import PagedEngine
+from scripts.paged_engine import EngineRun, PagedEngine
 
 MAX_BATCH_TOKENS, MAX_SEQUENCES, BLOCK_TOKENS = 256, 8, 16
 TERMS: tuple[Term, ...] = (
@@ -37,6 +39,8 @@ PREEMPTION = (
     "block, puts it at the end of the queue and admits nobody until a sequence ends."
 )
 MOST_REQUESTS = 2_000
+CALIBRATION_SHARE = 0.6
+"""Seconds of a calibration, as a share of a trace's."""
 LIMITS = {"throughput": 0.15, "p50": 0.20, "p99": 0.35}
 CALIBRATIONS = (
     Traffic(requests_per_s=1.0, prompt_tokens=Uniform(low=8, high=400), new_tokens=Uniform(low=1, high=48)),
@@ -141,6 +145,7 @@ class Comparison(Value):
     trace: TestTrace
     requests: int
     requests_per_s_offered: float | None
+    step_times: MeasuredSteps
     simulated: SimulationResult
     real: SimulationResult
     step_error: float
@@ -155,8 +160,6 @@ class Check(Value):
     processor: str
     threads: int
     versions: dict[str, str]
-    calibration_requests: int
-    step_times: MeasuredSteps
     comparisons: tuple[Comparison, ...]
 
     @property
@@ -171,30 +174,24 @@ class Check(Value):
 
 
 def check(model_folder: Path, *, seconds: float, threads: int) -> Check:
-    """Calibrate, then predict and serve each trace for about `seconds`."""
+    """Serve each trace for about `seconds`, between two calibrations, and predict it from these."""
     comparisons: list[Comparison] = []
     for blocks in sorted({trace.cache_blocks for trace in TRACES}, reverse=True):
-        serving = _serving(blocks)
-        with PagedEngine(model_folder, serving=serving, threads=threads) as engine:
+        with PagedEngine(model_folder, serving=_serving(blocks), threads=threads) as engine:
             _say("warming up")
             engine.serve(_at_once(CALIBRATIONS[1].requests(8, seed=1)), seed=1)
-            if not comparisons:
-                calibration = _calibration_requests(engine, seconds=seconds)
-                runs = [engine.serve(requests, seed=2) for requests in calibration]
-                step_times = fit_step_times([step for run in runs for step in run.steps], terms=TERMS)
-                _say(f"{step_times.samples} steps timed, median error {step_times.median_error:.1%}")
-            comparisons += [
-                _compare(engine, trace, step_times, seconds=seconds)
-                for trace in TRACES
-                if trace.cache_blocks == blocks
-            ]
+            calibration = _calibration_requests(engine, seconds=CALIBRATION_SHARE * seconds)
+            before = _calibrate(engine, calibration)
+            for trace in [trace for trace in TRACES if trace.cache_blocks == blocks]:
+                served = _serve(engine, trace, _fit(before), seconds=seconds)
+                after = _calibrate(engine, calibration)
+                comparisons.append(_compare(served, _fit([*before, *after]), serving=engine.serving))
+                before = after
     return Check(
         model=model_folder.name,
         processor=detect().name,
         threads=threads,
         versions={name: version(name) for name in ("torch", "transformers")},
-        calibration_requests=sum(map(len, calibration)),
-        step_times=step_times,
         comparisons=tuple(comparisons),
     )
 
@@ -219,38 +216,61 @@ def _calibration_requests(engine: PagedEngine, *, seconds: float) -> list[list[R
         rate = 0.7 * _capacity(lengths, rough, engine.serving)
         traffic = lengths.model_copy(update={"requests_per_s": rate})
         requests = traffic.requests(MOST_REQUESTS, seed=4 + place)
-        found.append(_lasting(requests, rough, engine.serving, seconds=0.75 * seconds))
+        found.append(_lasting(requests, rough, engine.serving, seconds=seconds / len(CALIBRATIONS)))
     return found
+
+
+def _calibrate(engine: PagedEngine, calibration: Sequence[Sequence[Request]]) -> list[StepSample]:
+    return [step for requests in calibration for step in engine.serve(requests, seed=2).steps]
+
+
+def _fit(steps: Sequence[StepSample]) -> MeasuredSteps:
+    return fit_step_times(steps, terms=TERMS)
 
 
 def _at_once(requests: Sequence[Request]) -> list[Request]:
     return [Request(0.0, one.prompt_tokens, one.new_tokens) for one in requests]
 
 
-def _compare(
-    engine: PagedEngine, trace: TestTrace, step_times: MeasuredSteps, *, seconds: float
-) -> Comparison:
-    serving, burst = engine.serving, trace.load is None
+class _Served(NamedTuple):
+    """A trace's requests, their rate (None: all at once) and what the engine made of them."""
+
+    trace: TestTrace
+    requests: list[Request]
+    rate: float | None
+    run: EngineRun
+
+
+def _serve(engine: PagedEngine, trace: TestTrace, step_times: MeasuredSteps, *, seconds: float) -> _Served:
+    """`step_times` only set the rate and how many requests last so long."""
+    serving = engine.serving
     lengths = Traffic(requests_per_s=1.0, prompt_tokens=trace.prompt_tokens, new_tokens=trace.new_tokens)
     rate = _capacity(lengths, step_times, serving) * (trace.load or 1.0)
-    traffic = lengths.model_copy(update={"requests_per_s": rate})
-    requests = traffic.requests(MOST_REQUESTS, seed=trace.seed)
-    if burst:
+    requests = lengths.model_copy(update={"requests_per_s": rate}).requests(MOST_REQUESTS, seed=trace.seed)
+    if trace.load is None:
         requests = _at_once(requests)
     requests = _lasting(requests, step_times, serving, seconds=seconds)
     _say(f"{trace.name}: {len(requests)} requests")
+    return _Served(
+        trace, requests, None if trace.load is None else rate, engine.serve(requests, seed=trace.seed)
+    )
+
+
+def _compare(served: _Served, step_times: MeasuredSteps, *, serving: Serving) -> Comparison:
+    """The trace simulated with step times that know nothing of its own run."""
     written = WrittenSteps(step_times)
-    simulated = replay(requests, serving=serving, step_times=written)
-    real = engine.serve(requests, seed=trace.seed)
+    simulated = replay(served.requests, serving=serving, step_times=written).result()
+    real, steps = served.run.replay.result(), served.run.steps
     found = Comparison(
-        trace=trace,
-        requests=len(requests),
-        requests_per_s_offered=None if burst else rate,
-        simulated=simulated.result(),
-        real=real.replay.result(),
-        step_error=_step_error(step_times, real.steps),
-        equal_steps=equal_steps(written.steps, real.steps) if burst else None,
-        figures=_figures(simulated.result(), real.replay.result()),
+        trace=served.trace,
+        requests=len(served.requests),
+        requests_per_s_offered=served.rate,
+        step_times=step_times,
+        simulated=simulated,
+        real=real,
+        step_error=_step_error(step_times, steps),
+        equal_steps=equal_steps(written.steps, steps) if served.rate is None else None,
+        figures=_figures(simulated, real),
     )
     ratios = ", ".join(f"{figure.name} {figure.ratio:.2f}" for figure in found.figures)
     _say(f"  step times off by {found.step_error:+.1%}; simulated ÷ real: {ratios}")
@@ -362,15 +382,13 @@ def _judged(trace: TestTrace, figure: Figure) -> str:
 
 def page(found: Check) -> str:
     """The Markdown file."""
-    fit = found.step_times
-    terms = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in fit.seconds.items())
     paragraphs = [
         "# The simulation beside a real engine",
         f"{found.model} in FP32, {found.threads} thread(s) of {found.processor}; transformers "
         f"{found.versions['transformers']}, torch {found.versions['torch']}. At most {MAX_SEQUENCES} sequences and "
         f"{MAX_BATCH_TOKENS} tokens a step, blocks of {BLOCK_TOKENS} tokens.",
-        f"Calibrated on {found.calibration_requests} other requests, {fit.samples} steps: median error "
-        f"{fit.median_error:.1%}, 90th percentile {fit.p90_error:.1%}. Milliseconds: {terms}.",
+        "Each trace was served between two calibrations by other requests, and predicted from their steps alone: the "
+        "machine's speed changes from minute to minute.",
         table(found),
         traces_table(found),
         PREEMPTION,
@@ -390,13 +408,16 @@ def traces_table(found: Check) -> str:
             f"{one.simulated.preemptions} / {one.real.preemptions}",
             f"{one.simulated.steps} / {one.real.steps}",
             "" if one.equal_steps is None else str(one.equal_steps),
+            str(one.step_times.samples),
+            f"{one.step_times.median_error:.1%}",
             f"{one.step_error:+.1%}",
         )
         for one in found.comparisons
     ]
     header = (
         *("trace", "requests", "offered requests/s", "mean batch", "preemptions, simulated / real"),
-        *("steps, simulated / real", "equal from the first on", "step times off by"),
+        *("steps, simulated / real", "equal from the first on"),
+        *("calibration steps", "their median error", "this trace's step times off by"),
     )
     return markdown_table(header, rows)
 
@@ -411,7 +432,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=50.0, help="of each of the six traces")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each of the six traces")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
     arguments = parser.parse_args()

@@ -218,3 +218,11 @@ def test_enough_requests_lie_beyond_the_percentile(percentile: float) -> None:
     found = fleet(one_token(5.0), targets=Targets(ttft_s=1.0, percentile=percentile))
     assert found.ttft_s is not None
     assert found.ttft_s.count * (1 - percentile / 100) >= 49
+
+
+def test_a_trace_of_a_moment_needs_no_more_devices_than_it_has_requests() -> None:
+    pair = [Request(0.0, 100, 1), Request(0.001, 100, 1)]
+    assert fleet(pair, serving=ONE_BY_ONE).devices == 1
+    assert fleet(pair, serving=ONE_BY_ONE, targets=Targets(ttft_s=1.01 * SERVICE_S)).devices == 2
+    crowd = [Request(place / 5000, 100, 1) for place in range(500)]
+    assert fleet(crowd, serving=ONE_BY_ONE, targets=Targets(ttft_s=60.0)).devices == 1

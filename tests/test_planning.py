@@ -78,10 +78,12 @@ def keep_run(
 ) -> Path:
     """A stored report of a run of that recipe on this machine (or `device`)."""
     speed = results.speed("fp16", rows=(row(1), row(4)))
+    loaded = load_recipe(path).recipe
     report = results.report(
         results.variant_report(results.variant("fp16", speed=speed)),
         results.variant_report(results.variant("int8", speed=results.speed("int8", rows=(row(1),)))),
-        recipe_digest=load_recipe(path).recipe.digest(),
+        recipe_digest=loaded.digest(),
+        resolved_recipe=loaded.expand(device=(device or detect()).kind).model_dump(mode="json"),
         provenance={"device": (device or detect()).model_dump(mode="json")},
         **fields,
     )
@@ -161,6 +163,16 @@ def test_a_fleet_uses_step_times_where_a_run_can_tell_them(model: Path, store: S
     notes = [note for note in planned(path, store).notes if "extrapolated" in note]
     assert len(notes) == 1
     assert "batches of 1, 4, prompts of 40 tokens" in notes[0]
+
+
+def test_traffic_prices_and_rules_can_change_without_a_new_run(
+    model: Path, store: Store, tmp_path: Path
+) -> None:
+    path = recipe(tmp_path, model, RECIPE + TRAFFIC)
+    folder = keep_run(store, path)
+    changed = RECIPE.replace("fraction: 0.9", "fraction: 0.5") + TRAFFIC.replace("requests_per_s: 1", "requests_per_s: 2")
+    path = recipe(tmp_path, model, changed + "cost: {dollars_per_hour: 1}\n")
+    assert planned(path, store).measured_run == str(folder)
 
 
 def test_a_trace_is_read_relative_to_the_recipe(model: Path, store: Store, tmp_path: Path) -> None:
