@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from pipeline.engines.base import SessionMemory
 from pipeline.measure import GenerationTrace, is_noisy
-from pipeline.results import Distribution
+from pipeline.results import Distribution, SpeedShape
 from pipeline.values import Value
 
 MAX_ROUNDS = 50
@@ -24,7 +24,7 @@ MAX_ROUNDS = 50
 
 
 class TurnResult(Value):
-    """One run of one batch by one variant, or why there is none."""
+    """One run of one shape by one variant, or why there is none."""
 
     outcome: Literal["measured", "out_of_memory", "failed"]
     because: str = ""
@@ -33,16 +33,16 @@ class TurnResult(Value):
 
 
 class Turn(Protocol):
-    """A loaded variant that runs one batch when asked."""
+    """A loaded variant that runs one shape when asked."""
 
-    def run(self, *, batch_size: int, seed: int) -> TurnResult:
+    def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
         """One generation with fresh prompts from `seed`; failures come back as results."""
 
 
 class TimingPlan(Value):
-    """How often and how long; see `recipe.SpeedSpec`."""
+    """What, how often and how long; see `recipe.SpeedSpec`."""
 
-    batch_sizes: tuple[int, ...]
+    shapes: tuple[SpeedShape, ...]
     warmup: int
     repeats: int
     min_seconds: float
@@ -52,9 +52,9 @@ class TimingPlan(Value):
 
 @dataclass
 class ShapeTiming:
-    """What one variant gave at one batch size."""
+    """What one variant gave at one shape."""
 
-    batch_size: int
+    shape: SpeedShape
     warmup_s: list[float] = field(default_factory=list)
     traces: list[GenerationTrace] = field(default_factory=list)
     memory: SessionMemory | None = None
@@ -72,21 +72,21 @@ Progress = Callable[[str], None]
 def time_in_turn(
     turns: Mapping[str, Turn], *, plan: TimingPlan, progress: Progress
 ) -> dict[str, list[ShapeTiming]]:
-    """All batch sizes of all variants, in alternation."""
+    """All shapes of all variants, in alternation."""
     timings: dict[str, list[ShapeTiming]] = {name: [] for name in turns}
-    # Never started anew: a seed used for two batch sizes would give both the same first prompts.
+    # Never started anew: a seed used for two shapes would give both the same first prompts.
     seeds = itertools.count(plan.seed + 1)
-    for batch_size in plan.batch_sizes:
-        shape = {name: ShapeTiming(batch_size) for name in turns}
-        for name, timing in shape.items():
+    for shape in plan.shapes:
+        timed = {name: ShapeTiming(shape) for name in turns}
+        for name, timing in timed.items():
             timings[name].append(timing)
-        _time_shape(turns, shape, plan=plan, seeds=seeds, progress=progress)
+        _time_shape(turns, timed, plan=plan, seeds=seeds, progress=progress)
     return timings
 
 
 def _time_shape(
     turns: Mapping[str, Turn],
-    shape: Mapping[str, ShapeTiming],
+    timed: Mapping[str, ShapeTiming],
     *,
     plan: TimingPlan,
     seeds: Iterator[int],
@@ -96,17 +96,16 @@ def _time_shape(
         warming = round_number < plan.warmup
         waiting = [
             name
-            for name, timing in shape.items()
+            for name, timing in timed.items()
             if not timing.failure and (warming or not _done(timing, plan))
         ]
         if not waiting and not warming:
             return
         for name in waiting:
-            timing = shape[name]
+            timing = timed[name]
             doing = "warm-up" if warming else f"repeat {len(timing.traces) + 1}"
-            progress(f"{name}: batch {timing.batch_size}, {doing}")
-            result = turns[name].run(batch_size=timing.batch_size, seed=next(seeds))
-            _take(timing, result, warming=warming)
+            progress(f"{name}: {timing.shape.name}, batch {timing.shape.batch_size}, {doing}")
+            _take(timing, turns[name].run(timing.shape, seed=next(seeds)), warming=warming)
 
 
 def _take(timing: ShapeTiming, result: TurnResult, *, warming: bool) -> None:

@@ -33,6 +33,7 @@ from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import DeviceSpeed, Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
 from pipeline.runner import RunState, prepare, run_stages
+from pipeline.speed_columns import speed_csv
 from pipeline.stages import DeviceSpeedRequest
 from pipeline.store import Store, write_atomically
 from pipeline.tracking import TrackResult, track
@@ -123,6 +124,7 @@ def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
         folder / "resolved-recipe.json", json.dumps(report.resolved_recipe, indent=2, ensure_ascii=False)
     )
     write_atomically(folder / "report.md", markdown(report))
+    write_atomically(folder / "speed.csv", speed_csv(report))
     write_atomically(folder / "report.json", report.to_json())
 
 

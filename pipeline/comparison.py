@@ -64,16 +64,16 @@ def usable_row(variant: VariantResults, batch_size: int) -> SpeedRow:
     where = f"{variant.name} at batch size {batch_size}"
     row = speed_of(variant).row(batch_size)
     if row is None:
-        sizes = ", ".join(str(row.batch_size) for row in speed_of(variant).rows) or "none"
+        sizes = ", ".join(str(row.batch_size) for row in speed_of(variant).of("batch")) or "none"
         raise UnmeasuredError(f"{where}: not among the measured batch sizes ({sizes})")
     if row.outcome != "measured":
         reason = f": {row.because}" if row.because else ""
         raise UnmeasuredError(f"{where}: {row.outcome.replace('_', ' ')}{reason}")
-    if row.bandwidth_share is not None and row.bandwidth_share > PLAUSIBLE_SHARE:
-        raise UnmeasuredError(
-            f"{where}: implausible, {row.bandwidth_share:.2f} times the measured memory bandwidth"
-        )
-    if sum(other.batch_size == batch_size for other in speed_of(variant).rows) > 1:
+    shares = ((row.bandwidth_share, "memory bandwidth"), (row.prefill_flops_share, "FLOP/s"))
+    for share, limit in shares:
+        if share is not None and share > PLAUSIBLE_SHARE:
+            raise UnmeasuredError(f"{where}: implausible, {share:.2f} times the measured {limit}")
+    if sum(other.batch_size == batch_size for other in speed_of(variant).of("batch")) > 1:
         raise UnmeasuredError(f"{where}: two rows of that batch size")
     for what, times in (("time to first token", row.ttft_s), ("time per token", row.tpot_s)):
         if times is not None and not 0 < min(times.samples, default=0) <= times.median <= max(times.samples):

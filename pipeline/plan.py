@@ -105,6 +105,8 @@ def _check_lengths(loaded: LoadedRecipe, setting: PlanSetting) -> None:
     }
     if setting.recipe.traffic:
         lengths["traffic (longest request)"] = setting.longest_request_tokens
+    if setting.recipe.speed:
+        lengths |= setting.recipe.speed.sequence_tokens(new_tokens=setting.new_tokens)
     wrong = [f"{key} is {tokens}" for key, tokens in lengths.items() if tokens > limit]
     if wrong:
         raise RecipeError(

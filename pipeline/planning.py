@@ -190,7 +190,7 @@ def _beside(plan: Plan, last: _StoredRun, *, steps: Mapping[str, MeasuredSteps])
 
 def _fit_note(variant: VariantReport, fitted: MeasuredSteps) -> str:
     rows = [row for row in (variant.speed.rows if variant.speed else ()) if row.outcome == "measured"]
-    sizes = ", ".join(str(row.batch_size) for row in rows)
+    sizes = ", ".join(map(str, sorted({row.batch_size for row in rows})))
     prompts = ", ".join(map(str, sorted({row.prompt_tokens for row in rows})))
     return (
         f"{variant.name}: the fleet's step times are fitted to {fitted.samples} measured ones (batches of {sizes}, "

@@ -165,11 +165,16 @@ def _size_problems(
             fix="free space, or name a folder on a larger disk in PIPELINE_STORE",
         )
     limit = facts.context_tokens
-    longest = max(tokens, recipe.capacity.context_tokens if recipe.capacity else 0)
-    if limit is not None and longest > limit:
+    lengths = {
+        "workload.prompt_tokens": tokens,
+        "capacity.context_tokens": recipe.capacity.context_tokens if recipe.capacity else 0,
+        **(recipe.speed.sequence_tokens(new_tokens=recipe.workload.new_tokens) if recipe.speed else {}),
+    }
+    wrong = {key: length for key, length in lengths.items() if limit is not None and length > limit}
+    if wrong:
         yield Problem(
-            what=f"{longest} tokens are longer than the model's limit of {limit}",
-            fix="shorten workload.prompt_tokens or capacity.context_tokens",
+            what=f"{max(wrong.values())} tokens are longer than the model's limit of {limit}",
+            fix=f"shorten {', '.join(wrong)}",
         )
 
 

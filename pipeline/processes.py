@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 
 from pipeline.alternation import TurnResult
 from pipeline.errors import StageError
+from pipeline.results import SpeedShape
 from pipeline.stages import Progress, SpeedOpened, SpeedRequest
 from pipeline.values import AnyValue, Value
 
@@ -155,9 +156,9 @@ class WorkerTurn(Worker):
             raise
         self.opened = SpeedOpened.model_validate_json(json.dumps(message["opened"]))
 
-    def run(self, *, batch_size: int, seed: int) -> TurnResult:
+    def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
         """One generation; a worker that dies gives a failed result."""
-        self.send({"batch_size": batch_size, "seed": seed})
+        self.send({"shape": shape.model_dump(mode="json"), "seed": seed})
         try:
             message = self.wait_for("turn", progress=lambda _: None)
         except WorkerError as error:

@@ -87,14 +87,29 @@ class Workload(Value):
 
 
 class SpeedSpec(Value):
-    """What the speed stage runs. A figure with a CV over `max_cv_percent` is measured again, then marked."""
+    """What the speed stage runs. A figure with a CV over `max_cv_percent` is measured again, then marked.
+
+    Beside the workload's static batches, at batch 1: prefill alone over `prompt_tokens`, and decode of the
+    workload's new tokens over `context_tokens`, depths that the prompt fills.
+    """
 
     engine: AnyEngine | None = None
     batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
+    prompt_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
+    context_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     warmup: Annotated[int, Field(ge=1)] = 2
     repeats: Annotated[int, Field(ge=3)] = 5
     min_seconds: Annotated[float, Field(ge=0)] = 1.0
     max_cv_percent: Annotated[float, Field(gt=0)] = 5.0
+
+    def sequence_tokens(self, *, new_tokens: int) -> dict[str, int]:
+        """The longest sequence of each list of lengths, by its name in the recipe."""
+        longest = {}
+        if self.prompt_tokens:
+            longest["speed.prompt_tokens"] = max(self.prompt_tokens)
+        if self.context_tokens:
+            longest["speed.context_tokens + workload.new_tokens"] = max(self.context_tokens) + new_tokens
+        return longest
 
 
 class CapacitySpec(Value):
@@ -128,7 +143,7 @@ class QualitySpec(Value):
 class CostSpec(Value):
     """Price of the machine."""
 
-    dollars_per_hour: Annotated[float, Field(ge=1e-4, le=1e6)]
+    dollars_per_hour: Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Efficiency(Value):

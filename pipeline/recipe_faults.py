@@ -383,8 +383,14 @@ def _traffic_faults(data: dict[str, Any]) -> Found:
         yield ("traffic", "targets"), "holds no limit; give ttft_s, tpot_s or both, in seconds"
 
 
+_LISTS = (
+    *(("speed", "batch_sizes"), ("speed", "prompt_tokens"), ("speed", "context_tokens")),
+    ("quality", "tasks"),
+)
+
+
 def _repetition_faults(data: dict[str, Any]) -> Found:
-    for section, field in (("speed", "batch_sizes"), ("quality", "tasks")):
+    for section, field in _LISTS:
         block = data.get(section)
         items = block.get(field) if isinstance(block, dict) else None
         listed = items if isinstance(items, list) else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pipeline.plan_values import VariantPlan
-from pipeline.results import CapacityResult, Reconciliation, SpeedRow, VariantResults
+from pipeline.results import CapacityResult, Reconciliation, SpeedResult, SpeedRow, VariantResults
 from pipeline.roof import Bound
 
 HEADER = ("variant", "figure", "planned", "measured", "unit", "ratio", "because")
@@ -59,9 +59,11 @@ def _items(plan: VariantPlan, results: VariantResults) -> Iterator[Reconciliatio
         )
     if results.capacity:
         yield from _capacity(plan, results.capacity)
-    for row in results.speed.rows if results.speed else ():
+    for row in results.speed.of("batch") if results.speed else ():
         if row.outcome == "measured":
             yield from _speed(plan, row)
+    if results.speed:
+        yield from _break_even(plan, results.speed)
 
 
 def _compared(
@@ -131,6 +133,20 @@ def _speed(plan: VariantPlan, row: SpeedRow) -> Iterator[Reconciliation]:
             scale=1e-3,
             reason=_share_reason(share, bound=plan.prefill_bound, plan=plan),
         )
+
+
+def _break_even(plan: VariantPlan, speed: SpeedResult) -> Iterator[Reconciliation]:
+    """Best rate ÷ single stream, beside peak ÷ bandwidth: their ratio is that of the shares reached of the two."""
+    if plan.break_even_batch is None or speed.measured_break_even_batch is None:
+        return
+    ratio = speed.measured_break_even_batch / plan.break_even_batch
+    yield _compared(
+        "break-even batch",
+        "",
+        plan.break_even_batch,
+        speed.measured_break_even_batch,
+        reason=f"the best batch's share of the roof by FLOP/s is {ratio:.2f} × batch 1's of that by bandwidth",
+    )
 
 
 def _share_reason(share: float, *, bound: Bound, plan: VariantPlan) -> str:

@@ -21,6 +21,8 @@ from pipeline.results import (
     VariantReport,
     VariantResults,
 )
+from pipeline.speed_columns import speed_markdown
+from pipeline.speed_tables import length_tables, sweep_notes
 from pipeline.text_table import markdown_table, text_table
 
 TOKEN_PERPLEXITY = "token_perplexity"
@@ -69,7 +71,10 @@ def _rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
     )
     sizes = list(
         dict.fromkeys(
-            row.batch_size for variant in report.variants if variant.speed for row in variant.speed.rows
+            row.batch_size
+            for variant in report.variants
+            if variant.speed
+            for row in variant.speed.of("batch")
         )
     )
     header = ["variant", "verdict", "weights MB", "mem ×", "bits/w", "TTFT ms"]
@@ -199,7 +204,7 @@ def _rule(rule: str, subject: str) -> str:
 
 
 def _any_noisy(report: Report) -> bool:
-    return any(row.noisy for variant in report.variants if variant.speed for row in variant.speed.rows)
+    return any(row.noisy for variant in report.variants if variant.speed for row in variant.speed.of("batch"))
 
 
 # --- Markdown --------------------------------------------------------------------------------------------
@@ -237,7 +242,11 @@ def markdown(report: Report) -> str:
     notes = [f"- {variant.name}: {note}" for variant in report.variants for note in _notes(variant)]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
-    parts += ["## Speed", _speed_markdown(report), "## Provenance", _provenance(report)]
+    parts += ["## Speed", _speed_markdown(report)]
+    cost = _cost_markdown(report)
+    if cost:
+        parts += ["## Cost", cost]
+    parts += ["## Provenance", _provenance(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -249,7 +258,12 @@ def _notes(variant: VariantReport) -> list[str]:
         notes.append(
             f"{variant.speed.engine}: {variant.speed.execution}, computes in {variant.speed.compute_dtype}"
         )
-        notes += variant.speed.notes
+        notes += [*variant.speed.notes, *sweep_notes(variant.speed)]
+        notes += [
+            f"{row.name}, batch {row.batch_size}, {row.outcome}: {row.because}"
+            for row in variant.speed.rows
+            if row.because
+        ]
         if variant.speed.drift_percent is not None:
             notes.append(f"baseline repeated at the end: {variant.speed.drift_percent:+.1f} % time a token")
     if variant.capacity:
@@ -286,44 +300,29 @@ def _reconciled(capacity: CapacityResult) -> str:
 
 
 def _speed_markdown(report: Report) -> str:
-    rows = [
-        (
-            variant.name,
-            str(row.batch_size),
-            row.outcome,
-            f"pp{row.prompt_tokens}",
-            _number(row.prefill_tokens_per_s, ".1f"),
-            _number(row.ttft_s.median * 1e3 if row.ttft_s else None, ".1f"),
-            f"tg{row.new_tokens}",
-            _number(row.decode_tokens_per_s, ".1f"),
-            _number(row.tpot_s.median * 1e3 if row.tpot_s else None, ".2f"),
-            _number(row.tpot_s.cv_percent if row.tpot_s else None, ".1f"),
-            _number(row.itl_p99_s * 1e3 if row.itl_p99_s else None, ".2f"),
-            _number(row.bandwidth_share, ".2f"),
-        )
-        for variant in report.variants
-        if variant.speed
-        for row in variant.speed.rows
-    ]
-    if not rows:
+    table = speed_markdown(report)
+    if not table:
         return "Not measured."
     limits = report.device
     beside = f"Measured read bandwidth {limits.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s." if limits else ""
-    header = (
-        "variant",
-        "batch",
-        "outcome",
-        "prompt",
-        "prefill tok/s",
-        "TTFT ms",
-        "new",
-        "decode tok/s",
-        "TPOT ms",
-        "CV %",
-        "ITL p99 ms",
-        "bandwidth share",
-    )
-    return f"{markdown_table(header, rows, text_columns=('outcome',))}\n\n{beside}"
+    return "\n\n".join(part for part in (table, beside, length_tables(report)) if part)
+
+
+def _cost_markdown(report: Report) -> str:
+    rows = [
+        (
+            variant.name,
+            _number(cost.dollars_per_million_input_tokens, ".4g"),
+            _number(cost.input_batch_size, "d"),
+            _number(cost.dollars_per_million_output_tokens, ".4g"),
+            _number(cost.batch_size, "d"),
+            _number(cost.dollars_per_hour, ".4g"),
+        )
+        for variant in report.variants
+        if (cost := variant.cost)
+    ]
+    header = ("variant", "$/1M input tokens", "at batch", "$/1M output tokens", "at batch", "$/h")
+    return markdown_table(header, rows) if rows else ""
 
 
 def _provenance(report: Report) -> str:

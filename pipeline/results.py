@@ -133,16 +133,38 @@ class CheckpointManifest(Value):
 # --- speed and memory -----------------------------------------------------------------------------------
 
 
-class SpeedRow(Value):
-    """One batch size of one variant; rows exist for sizes that failed, too.
+SpeedTest = Literal["batch", "prefill", "depth"]
+"""What a row is for: static batches of the workload, prompt lengths, or depths of context, both at batch 1."""
 
-    Prefill rates count prompt tokens only, decode rates count tokens after the first only.
-    `decode_tokens_per_s` is the aggregate of the batch, `..._per_request` one sequence's share of it.
-    """
+
+class SpeedShape(Value):
+    """What one row of the speed stage runs: `batch_size` prompts of `prompt_tokens`, `new_tokens` for each."""
 
     batch_size: int
     prompt_tokens: int
     new_tokens: int
+    test: SpeedTest = "batch"
+
+    @property
+    def name(self) -> str:
+        """The test in llama-bench's words: pp512 (prefill), tg64 @ d4096 (decode at a depth), pp512+tg64 (both)."""
+        if self.test == "prefill":
+            return f"pp{self.prompt_tokens}"
+        if self.test == "depth":
+            return f"tg{self.new_tokens} @ d{self.prompt_tokens}"
+        return f"pp{self.prompt_tokens}+tg{self.new_tokens}"
+
+
+class SpeedRow(SpeedShape):
+    """One shape of one variant; rows exist for shapes that failed, too.
+
+    Prefill rates count prompt tokens only, decode rates count tokens after the first only.
+    `decode_tokens_per_s` is the aggregate of the batch, `..._per_request` one sequence's share of it.
+    `bandwidth_share` is of the measured bandwidth, `sheet_bandwidth_share` of the published one;
+    `prefill_flops_share` is the prompts' FLOPs ÷ TTFT ÷ the FLOP/s measured at the type of the arithmetic.
+    `joules_per_output_token` is the energy of a whole repeat, prefill and decode, ÷ the tokens it produced.
+    """
+
     outcome: Outcome
     because: str = ""
     ttft_s: Distribution | None = None
@@ -156,9 +178,12 @@ class SpeedRow(Value):
     produced_tokens: int | None = None
     bytes_read_per_step: int | None = None
     bandwidth_share: float | None = None
+    sheet_bandwidth_share: float | None = None
+    prefill_flops_share: float | None = None
     peak_memory_bytes: int | None = None
     warmup_s: tuple[float, ...] = ()
     noisy: bool = False
+    joules_per_output_token: Distribution | None = None
 
 
 class MemoryResult(Value):
@@ -175,7 +200,11 @@ class MemoryResult(Value):
 
 
 class SpeedResult(Value):
-    """What the speed stage measured of one variant."""
+    """What the speed stage measured of one variant.
+
+    `measured_break_even_batch` is how many single streams the best batch is worth, `free_lunch_batch` up to which
+    batch a step costs next to nothing more; see `measure.break_even_batch` and `measure.free_lunch_batch`.
+    """
 
     engine: str
     device: str
@@ -184,11 +213,17 @@ class SpeedResult(Value):
     rows: tuple[SpeedRow, ...]
     memory: MemoryResult
     drift_percent: float | None = None
+    measured_break_even_batch: float | None = None
+    free_lunch_batch: int | None = None
     notes: tuple[str, ...] = ()
 
+    def of(self, test: SpeedTest) -> tuple[SpeedRow, ...]:
+        """The rows of one test, in the recipe's order."""
+        return tuple(row for row in self.rows if row.test == test)
+
     def row(self, batch_size: int) -> SpeedRow | None:
-        """The row of one batch size, if it was asked for."""
-        return next((row for row in self.rows if row.batch_size == batch_size), None)
+        """The workload's row of one batch size, if it was asked for."""
+        return next((row for row in self.of("batch") if row.batch_size == batch_size), None)
 
 
 class DeviceSpeed(Value):
@@ -359,11 +394,19 @@ class Reconciliation(Value):
 
 
 class CostResult(Value):
-    """Price of a million output tokens at the best measured batch; $/h ÷ (tok/s × 3600) × 1e6."""
+    """Price of a million tokens on a machine kept busy: $/h ÷ (tok/s × 3600 s/h) × 1e6.
+
+    Output tokens at the measured decode rate of `batch_size`, input tokens at the measured prefill rate of
+    `input_batch_size`, each at the batch size with the best rate; None where no such rate was measured.
+    Input and output are priced apart because a prefill does a prompt's tokens at once, a decode step one
+    for each sequence.
+    """
 
     dollars_per_hour: float
-    batch_size: int
-    dollars_per_million_output_tokens: float
+    batch_size: int | None
+    dollars_per_million_output_tokens: float | None
+    input_batch_size: int | None = None
+    dollars_per_million_input_tokens: float | None = None
 
 
 class VariantResults(Value):

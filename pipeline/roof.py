@@ -30,6 +30,27 @@ LARGEST_BATCH = 65_536
 """Where the search for the compute-bound batch ends; no server holds more sequences."""
 
 
+def head_flops(facts: ShapeFacts) -> float:
+    """FLOPs of turning one state into logits, which only the last token of a prompt needs."""
+    return 2.0 * facts.head_weights_read
+
+
+def block_flops(facts: ShapeFacts) -> float:
+    """FLOPs of one token in all weights but the head; 2 a weight, a multiply and an add
+    (arXiv 2001.08361, section 2.1).
+    """
+    return 2.0 * (facts.weights_read_per_token - facts.head_weights_read)
+
+
+def prefill_flops(facts: ShapeFacts, prompt_tokens: int) -> float:
+    """FLOPs of a prompt: the blocks' weights for each token, causal attention's pairs, the head once."""
+    attention = sum(
+        span.flops_per_pair * attended_pairs(prompt_tokens, window_tokens=span.window_tokens)
+        for span in facts.attention or ()
+    )
+    return block_flops(facts) * prompt_tokens + head_flops(facts) + attention
+
+
 @dataclass(frozen=True)
 class Roof:
     """Limits of one variant on one device whose bandwidth is known.
@@ -77,15 +98,13 @@ class Roof:
 
     @property
     def head_flops(self) -> float:
-        """FLOPs of turning one state into logits, which only the last token of a prompt needs."""
-        return 2.0 * self.facts.head_weights_read
+        """FLOPs of the head for one token."""
+        return head_flops(self.facts)
 
     @property
     def block_flops(self) -> float:
-        """FLOPs of one token in all weights but the head; 2 a weight, a multiply and an add
-        (arXiv 2001.08361, section 2.1).
-        """
-        return 2.0 * (self.facts.weights_read_per_token - self.facts.head_weights_read)
+        """FLOPs of one token in all weights but the head."""
+        return block_flops(self.facts)
 
     def step_bytes(self, batch_size: int, *, context_tokens: int) -> float:
         """Bytes that a decode step reads: weights once, every sequence's cache at that depth."""
@@ -150,12 +169,8 @@ class Roof:
         return low
 
     def prefill_flops(self, prompt_tokens: int) -> float:
-        """FLOPs of a prompt: the blocks' weights for each token, causal attention's pairs, the head once."""
-        attention = sum(
-            span.flops_per_pair * attended_pairs(prompt_tokens, window_tokens=span.window_tokens)
-            for span in self.facts.attention or ()
-        )
-        return self.block_flops * prompt_tokens + self.head_flops + attention
+        """FLOPs of a prompt."""
+        return prefill_flops(self.facts, prompt_tokens)
 
     def prefill_intensity(self, prompt_tokens: int) -> float:
         """FLOPs of a prompt for each byte of weights that it reads."""

@@ -6,7 +6,7 @@ results = variant_results(state)
 from __future__ import annotations
 
 from pipeline.recipe import VariantSpec
-from pipeline.results import CostResult, StageFailure, VariantResults
+from pipeline.results import CostResult, SpeedResult, StageFailure, VariantResults
 from pipeline.roofline import dollars_per_million_tokens
 from pipeline.runner import RunState, failure
 
@@ -20,6 +20,7 @@ def _variant_results(state: RunState, variant: VariantSpec) -> VariantResults:
     name = variant.name
     speed = state.speed.variants.get(name) if state.speed else None
     folder = state.checkpoints.get(name)
+    price = state.recipe.cost.dollars_per_hour if state.recipe.cost else None
     return VariantResults(
         name=name,
         precision=variant.quantizer.precision,
@@ -31,7 +32,7 @@ def _variant_results(state: RunState, variant: VariantSpec) -> VariantResults:
         memory=speed.memory if speed else None,
         capacity=state.capacity.get(name),
         quality=state.quality.get(name),
-        cost=_cost(state, name),
+        cost=cost_of(speed, dollars_per_hour=price),
         failures=tuple(state.failures.get(name, ())) + _unreached(state, name),
     )
 
@@ -54,19 +55,25 @@ def _unreached(state: RunState, name: str) -> tuple[StageFailure, ...]:
     )
 
 
-def _cost(state: RunState, name: str) -> CostResult | None:
-    speed = state.speed.variants.get(name) if state.speed else None
-    price = state.recipe.cost.dollars_per_hour if state.recipe.cost else None
-    rates = [
-        (row.decode_tokens_per_s, row.batch_size)
-        for row in (speed.rows if speed else ())
-        if row.outcome == "measured" and row.decode_tokens_per_s
-    ]
-    if price is None or not rates:
+def cost_of(speed: SpeedResult | None, *, dollars_per_hour: float | None) -> CostResult | None:
+    """What a million tokens cost at the best measured rates of the workload; None without a price or any rate."""
+    rows = [row for row in (speed.of("batch") if speed else ()) if row.outcome == "measured"]
+    decode = max(
+        ((row.decode_tokens_per_s, row.batch_size) for row in rows if row.decode_tokens_per_s), default=None
+    )
+    prefill = max(
+        ((row.prefill_tokens_per_s, row.batch_size) for row in rows if row.prefill_tokens_per_s), default=None
+    )
+    if dollars_per_hour is None or not (decode or prefill):
         return None
-    rate, batch_size = max(rates)
+
+    def price(rate: tuple[float, int] | None) -> float | None:
+        return dollars_per_million_tokens(rate[0], dollars_per_hour=dollars_per_hour) if rate else None
+
     return CostResult(
-        dollars_per_hour=price,
-        batch_size=batch_size,
-        dollars_per_million_output_tokens=dollars_per_million_tokens(rate, dollars_per_hour=price),
+        dollars_per_hour=dollars_per_hour,
+        batch_size=decode[1] if decode else None,
+        dollars_per_million_output_tokens=price(decode),
+        input_batch_size=prefill[1] if prefill else None,
+        dollars_per_million_input_tokens=price(prefill),
     )

@@ -269,6 +269,7 @@ def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, k
         state.speed = measure_speed(
             {variant.name: state.runnable(variant) for variant in members},
             manifests=state.manifests,
+            facts=state.ready.facts,
             baseline=state.recipe.baseline,
             spec=spec,
             workload=state.recipe.workload,

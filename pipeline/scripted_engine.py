@@ -26,6 +26,8 @@ class ScriptedSession(Session):
     `failure` is raised at decode step `fails_at_step` of every batch, counted from 1. A sequence ends after
     `ends_after_tokens` tokens, its first included, although more are asked for. Memory is
     `weight_bytes` and `kv_bytes_per_token` for every token held.
+    A prefill takes `s_per_prompt_token` for each of its tokens besides, a step `s_per_held_token` for each one
+    held. Holding more than `most_tokens` raises MemoryError.
     """
 
     compute_dtype = "float32"
@@ -43,6 +45,9 @@ class ScriptedSession(Session):
         vocabulary_tokens: int = 1000,
         weight_bytes: int = 0,
         kv_bytes_per_token: int = 0,
+        s_per_prompt_token: float = 0.0,
+        s_per_held_token: float = 0.0,
+        most_tokens: int | None = None,
     ) -> None:
         self.vocabulary_tokens = vocabulary_tokens
         self.prompts: list[tuple[tuple[int, ...], ...]] = []
@@ -52,6 +57,8 @@ class ScriptedSession(Session):
         self.batch_size = 0
         self.held_tokens = 0
         self._prefill_s, self._step_s = tuple(prefill_s), tuple(step_s)
+        self._s_per_prompt_token, self._s_per_held_token = s_per_prompt_token, s_per_held_token
+        self._most_tokens = most_tokens
         self._play = play
         self._failure, self._fails_at_step = failure, fails_at_step
         self._ends_after_tokens = ends_after_tokens
@@ -76,6 +83,7 @@ class ScriptedSession(Session):
         self.prompts.append(batch)
         self.batch_size, self._steps = len(batch), 0
         self._hold(sum(len(prompt) for prompt in batch))
+        seconds += self._s_per_prompt_token * self.held_tokens
         self._work(0.0 if free else seconds)
         return self._tokens()
 
@@ -86,7 +94,8 @@ class ScriptedSession(Session):
         if self._failure is not None and self._steps == self._fails_at_step:
             raise self._failure
         self._hold(self.held_tokens + self.batch_size)
-        self._work(self._step_s[min(self._steps, len(self._step_s)) - 1])
+        step_s = self._step_s[min(self._steps, len(self._step_s)) - 1]
+        self._work(step_s + self._s_per_held_token * self.held_tokens)
         return self._tokens()
 
     def synchronize(self) -> None:
@@ -118,6 +127,8 @@ class ScriptedSession(Session):
             self._now_s, self._queued_s = self._now_s + self._queued_s, 0.0
 
     def _hold(self, tokens: int) -> None:
+        if self._most_tokens is not None and tokens > self._most_tokens:
+            raise MemoryError(f"{tokens} tokens don't fit")
         self.held_tokens = tokens
         self._peak_bytes = max(self._peak_bytes, self._weight_bytes + tokens * self._kv_bytes_per_token)
 

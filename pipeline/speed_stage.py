@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in_turn
+from pipeline.footprint import ShapeFacts
 from pipeline.hardware import Device, available_memory_bytes, machine_state
-from pipeline.measure import summarise
+from pipeline.measure import Ceilings, Work, break_even_batch, free_lunch_batch, summarise
 from pipeline.processes import WorkerError, WorkerTurn, run_stage
 from pipeline.recipe import SpeedSpec, Workload
 from pipeline.results import (
@@ -25,9 +26,11 @@ from pipeline.results import (
     MemoryResult,
     SpeedResult,
     SpeedRow,
+    SpeedShape,
     SpeedStageResult,
     StageFailure,
 )
+from pipeline.roof import prefill_flops
 from pipeline.stages import DeviceSpeedRequest, Progress, RunnableCheckpoint, SpeedOpened, SpeedRequest
 
 _PROCESS_BYTES = 900_000_000
@@ -42,6 +45,7 @@ def measure_speed(
     checkpoints: Mapping[str, RunnableCheckpoint],
     *,
     manifests: Mapping[str, CheckpointManifest],
+    facts: ShapeFacts | None,
     baseline: str,
     spec: SpeedSpec,
     workload: Workload,
@@ -49,7 +53,10 @@ def measure_speed(
     log: Path,
     progress: Progress,
 ) -> SpeedStageResult:
-    """Time every variant at every batch size. A variant that can't be loaded is among the failures."""
+    """Time every variant at every shape. A variant that can't be loaded is among the failures.
+
+    `facts` are the model's shapes, for the FLOPs of its prompts; None where they aren't known.
+    """
     before = machine_state(device)
     limits = run_stage(
         "device-speed",
@@ -61,6 +68,7 @@ def measure_speed(
     stage = _SpeedStage(
         checkpoints=checkpoints,
         manifests=manifests,
+        facts=facts,
         baseline=baseline,
         spec=spec,
         workload=workload,
@@ -108,6 +116,7 @@ class _SpeedStage:
 
     checkpoints: Mapping[str, RunnableCheckpoint]
     manifests: Mapping[str, CheckpointManifest]
+    facts: ShapeFacts | None
     baseline: str
     spec: SpeedSpec
     workload: Workload
@@ -119,7 +128,7 @@ class _SpeedStage:
     failures: dict[str, StageFailure] = field(default_factory=dict)
 
     def together(self) -> None:
-        """All loaded at once, timed in alternation; the baseline's first batch size once more at the end."""
+        """All loaded at once, timed in alternation; the baseline's first shape once more at the end."""
         with ExitStack() as stack:
             turns = {name: turn for name in self.checkpoints if (turn := self._open(name, stack))}
             timings = time_in_turn(turns, plan=self._plan(), progress=self.progress)
@@ -158,8 +167,9 @@ class _SpeedStage:
 
     def _plan(self, *, again: bool = False) -> TimingPlan:
         spec = self.spec
+        shapes = timed_shapes(spec, workload=self.workload)
         return TimingPlan(
-            batch_sizes=spec.batch_sizes[:1] if again else spec.batch_sizes,
+            shapes=shapes[:1] if again else shapes,
             warmup=1 if again else spec.warmup,
             repeats=spec.repeats,
             min_seconds=0.0 if again else spec.min_seconds,
@@ -169,11 +179,7 @@ class _SpeedStage:
 
     def _open(self, name: str, stack: ExitStack) -> WorkerTurn | None:
         self.progress(f"{name}: loading")
-        request = SpeedRequest(
-            checkpoint=self.checkpoints[name],
-            prompt_tokens=self.workload.prompt_tokens,
-            new_tokens=self.workload.new_tokens,
-        )
+        request = SpeedRequest(checkpoint=self.checkpoints[name])
         try:
             turn = WorkerTurn(request, log=self.log, progress=self.progress)
         except WorkerError as error:
@@ -199,31 +205,70 @@ class _SpeedStage:
             rows=rows,
             memory=_memory(opened, timings, manifest=self.manifests[name]),
             drift_percent=drift_percent(timings[0], again[0]) if again else None,
+            measured_break_even_batch=break_even_batch(rows),
+            free_lunch_batch=free_lunch_batch(rows),
+            notes=(opened.energy_source,),
         )
 
     def _row(self, name: str, opened: SpeedOpened, timing: ShapeTiming) -> SpeedRow:
-        workload = self.workload
+        shape = timing.shape
         if timing.failure:
             return SpeedRow(
-                batch_size=timing.batch_size,
-                prompt_tokens=workload.prompt_tokens,
-                new_tokens=workload.new_tokens,
+                **shape.model_dump(),
                 outcome="out_of_memory" if timing.failure.outcome == "out_of_memory" else "failed",
                 because=timing.failure.because,
                 warmup_s=tuple(timing.warmup_s),
             )
-        weights_read = read_per_token_resident(opened, self.manifests[name])
-        kv = timing.memory.kv_cache_bytes if timing.memory else None
         return summarise(
             timing.traces,
-            new_tokens=workload.new_tokens,
+            shape=shape,
             warmup_s=timing.warmup_s,
-            bytes_read_per_step=weights_read + mean_kv_bytes(kv or 0, workload),
-            read_bandwidth_bytes_per_s=self.limits.read_bandwidth_bytes_per_s,
+            work=Work(
+                bytes_read_per_step=self._step_bytes(name, opened, timing),
+                prefill_flops=self._prefill_flops(shape),
+            ),
+            ceilings=Ceilings(
+                read_bandwidth_bytes_per_s=self.limits.read_bandwidth_bytes_per_s,
+                sheet_bandwidth_bytes_per_s=self.device.bandwidth_bytes_per_s,
+                matmul_flops_per_s=self.limits.matmul_flops_per_s.get(opened.compute_dtype),
+                fastest_flops_per_s=max(self.limits.matmul_flops_per_s.values(), default=None),
+                last_level_cache_bytes=self.device.last_level_cache_bytes,
+            ),
             peak_memory_bytes=timing.memory.peak_bytes if timing.memory else None,
             max_cv_percent=self.spec.max_cv_percent,
-            last_level_cache_bytes=self.device.last_level_cache_bytes,
         )
+
+    def _step_bytes(self, name: str, opened: SpeedOpened, timing: ShapeTiming) -> int | None:
+        """Weights and the cache of the middle decode step; None for a prefill alone, which has no such step."""
+        if timing.shape.new_tokens < 2:
+            return None
+        kv_bytes = timing.memory.kv_cache_bytes if timing.memory else None
+        weights_read = read_per_token_resident(opened, self.manifests[name])
+        return weights_read + mean_kv_bytes(kv_bytes or 0, timing.shape)
+
+    def _prefill_flops(self, shape: SpeedShape) -> float | None:
+        """None where shapes or attention aren't known: a share of less than the whole work would mislead."""
+        if self.facts is None or self.facts.attention is None:
+            return None
+        return shape.batch_size * prefill_flops(self.facts, shape.prompt_tokens)
+
+
+def timed_shapes(spec: SpeedSpec, *, workload: Workload) -> tuple[SpeedShape, ...]:
+    """The workload's batches, then prompt lengths with one token each, then depths of context."""
+    prompt_tokens, new_tokens = workload.prompt_tokens, workload.new_tokens
+    batches = [
+        SpeedShape(batch_size=size, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        for size in spec.batch_sizes
+    ]
+    prefills = [
+        SpeedShape(batch_size=1, prompt_tokens=tokens, new_tokens=1, test="prefill")
+        for tokens in spec.prompt_tokens or ()
+    ]
+    depths = [
+        SpeedShape(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens, test="depth")
+        for tokens in spec.context_tokens or ()
+    ]
+    return (*batches, *prefills, *depths)
 
 
 def read_per_token_resident(opened: SpeedOpened, manifest: CheckpointManifest) -> int:
@@ -236,10 +281,10 @@ def read_per_token_resident(opened: SpeedOpened, manifest: CheckpointManifest) -
     )
 
 
-def mean_kv_bytes(kv_bytes_at_end: int, workload: Workload) -> int:
+def mean_kv_bytes(kv_bytes_at_end: int, shape: SpeedShape) -> int:
     """KV cache bytes of the middle decode step, from those at the end: the cache grows token by token."""
-    end = workload.prompt_tokens + workload.new_tokens - 1
-    middle = workload.prompt_tokens + workload.new_tokens / 2
+    end = shape.prompt_tokens + shape.new_tokens - 1
+    middle = shape.prompt_tokens + shape.new_tokens / 2
     return round(kv_bytes_at_end * middle / end)
 
 

@@ -26,7 +26,10 @@ _RUNNING = ("engines", "quantizers", "weights.py", "live_tensors.py", "process_m
 _CODE = {
     "source": ("random_weights.py",),
     "quantize": ("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "quantizers"),
-    "speed": (*_RUNNING, "measure.py", "alternation.py", "speed_stage.py", "hardware.py", "roofline.py"),
+    "speed": (
+        *(*_RUNNING, "measure.py", "alternation.py", "speed_stage.py", "hardware.py", "roofline.py"),
+        *("roof.py", "architecture.py", "attention_span.py", "parameter_parts.py", "energy.py"),
+    ),
     "capacity": (*_RUNNING, "measure.py"),
     "quality": (
         *("quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),

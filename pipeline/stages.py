@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from pipeline.alternation import TurnResult
 from pipeline.checkpoint import build_manifest, check_earned_label, write_manifest
+from pipeline.energy import EnergyMeter, energy_meter, joules_of_work
 from pipeline.engines.base import Session
 from pipeline.errors import StageError
 from pipeline.hardware import measure_device_speed
-from pipeline.measure import random_prompts, time_generation
+from pipeline.measure import Clock, random_prompts, time_generation
 from pipeline.process_memory import (
     peak_resident_bytes,
     reset_peak_resident_bytes,
@@ -35,6 +36,7 @@ from pipeline.results import (
     DeviceSpeed,
     QualityResult,
     SourceRecord,
+    SpeedShape,
 )
 from pipeline.values import Value
 
@@ -61,11 +63,9 @@ class RunnableCheckpoint(Value):
 
 
 class SpeedRequest(Value):
-    """What a speed worker loads, and the shape of its batches."""
+    """What a speed worker loads; the shapes that it runs come turn by turn."""
 
     checkpoint: RunnableCheckpoint
-    prompt_tokens: int
-    new_tokens: int
 
 
 class SpeedOpened(Value):
@@ -77,6 +77,7 @@ class SpeedOpened(Value):
     process_bytes_before_load: int
     process_bytes_after_load: int
     peak_load_bytes: int
+    energy_source: str
 
 
 class CapacityRequest(Value):
@@ -148,42 +149,53 @@ class SpeedSession:
         import torch  # noqa: F401
         import transformers.modeling_utils  # noqa: F401
 
-        self._request = request
         reset_peak_resident_bytes()
         before = resident_bytes_now()
         self._session = _open(request.checkpoint)
+        after = resident_bytes_now()
+        self._meter = energy_meter(request.checkpoint.device)
         self.opened = SpeedOpened(
             compute_dtype=self._session.compute_dtype,
             execution=self._session.execution,
             weight_bytes_resident=self._session.memory().weight_bytes_resident,
             process_bytes_before_load=before,
-            process_bytes_after_load=resident_bytes_now(),
+            process_bytes_after_load=after,
             peak_load_bytes=self._session.memory().peak_bytes,
+            energy_source=self._meter.source,
         )
 
-    def run(self, *, batch_size: int, seed: int) -> TurnResult:
+    def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
         """One timed generation with fresh prompts."""
-        request = self._request
-        prompts = random_prompts(
-            batch_size=batch_size,
-            prompt_tokens=request.prompt_tokens,
-            vocabulary_tokens=self._session.vocabulary_tokens,
-            seed=seed,
-        )
-        self._session.release()
-        self._session.reset_peak()
-        try:
-            trace = time_generation(
-                self._session, prompts=prompts, new_tokens=request.new_tokens, clock=time.perf_counter
-            )
-            memory = self._session.memory()
-        except Exception as error:  # noqa: BLE001  (classified and reported as this row's outcome)
-            self._session.release()
-            reason: Literal["out_of_memory", "failed"] = (
-                "out_of_memory" if is_out_of_memory(error) else "failed"
-            )
-            return TurnResult(outcome=reason, because=f"{type(error).__name__}: {first_line(error)}")
-        return TurnResult(outcome="measured", trace=trace, memory=memory)
+        return take_turn(self._session, shape=shape, seed=seed, clock=time.perf_counter, meter=self._meter)
+
+
+def take_turn(
+    session: Session, *, shape: SpeedShape, seed: int, clock: Clock, meter: EnergyMeter
+) -> TurnResult:
+    """One timed generation of a loaded session with fresh prompts; what goes wrong is a result."""
+    prompts = random_prompts(
+        batch_size=shape.batch_size,
+        prompt_tokens=shape.prompt_tokens,
+        vocabulary_tokens=session.vocabulary_tokens,
+        seed=seed,
+    )
+    session.release()
+    session.reset_peak()
+    try:
+        before_joules = meter.read_joules()
+        trace = time_generation(session, prompts=prompts, new_tokens=shape.new_tokens, clock=clock)
+        after_joules = meter.read_joules()
+        memory = session.memory()
+    except Exception as error:  # noqa: BLE001  (classified and reported as this row's outcome)
+        session.release()
+        reason: Literal["out_of_memory", "failed"] = "out_of_memory" if is_out_of_memory(error) else "failed"
+        return TurnResult(outcome=reason, because=f"{type(error).__name__}: {first_line(error)}")
+    energy_j = joules_of_work(
+        meter, before_joules=before_joules, after_joules=after_joules, seconds=trace.token_times_s[-1]
+    )
+    return TurnResult(
+        outcome="measured", trace=trace.model_copy(update={"energy_j": energy_j}), memory=memory
+    )
 
 
 def first_line(error: BaseException) -> str:

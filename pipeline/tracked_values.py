@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
-from pipeline.results import Report, SpeedResult, SpeedRow, VariantReport, VariantResults
+from pipeline.results import Distribution, Report, SpeedResult, SpeedRow, VariantReport, VariantResults
 
 LONGEST_NAME = 250
 LONGEST_PARAM = 6000
@@ -34,11 +34,16 @@ SPEED_FIELDS = (
     "decode_tokens_per_s",
     "prefill_tokens_per_s",
     "bandwidth_share",
+    "sheet_bandwidth_share",
+    "prefill_flops_share",
     "itl_p50_s",
     "itl_p90_s",
     "itl_p99_s",
     "peak_memory_bytes",
 )
+PREFILL_FIELDS = ("prefill_tokens_per_s", "ttft_s", "prefill_flops_share")
+DEPTH_FIELDS = ("decode_tokens_per_s", "tpot_s", "bandwidth_share")
+SWEEP_FIELDS = ("drift_percent", "measured_break_even_batch", "free_lunch_batch")
 CAPACITY_FIELDS = (
     *("measured_sequences", "predicted_sequences", "context_tokens"),
     *("kv_bytes_per_sequence", "peak_bytes_per_sequence"),
@@ -202,16 +207,34 @@ def _speed(variant: VariantResults) -> Iterator[TrackedMetric]:
         yield from _fields(
             f"speed.batch_{row.batch_size}", row, ("decode_tokens_per_s", "prefill_tokens_per_s")
         )
-        for name, times in (("ttft_s", row.ttft_s), ("tpot_s", row.tpot_s)):
-            if times is not None:
-                yield TrackedMetric(f"speed.{name}", times.median, row.batch_size)
-    if variant.speed is not None and variant.speed.drift_percent is not None:
-        yield TrackedMetric("speed.drift_percent", variant.speed.drift_percent)
+        repeated = {
+            "ttft_s": row.ttft_s,
+            "tpot_s": row.tpot_s,
+            "joules_per_output_token": row.joules_per_output_token,
+        }
+        for name, samples in repeated.items():
+            if samples is not None:
+                yield TrackedMetric(f"speed.{name}", samples.median, row.batch_size)
+    if variant.speed is not None:
+        yield from _fields("speed", variant.speed, SWEEP_FIELDS)
+        yield from _lengths(variant.speed)
+
+
+def _lengths(speed: SpeedResult) -> Iterator[TrackedMetric]:
+    """Prefill by length and decode by depth under names of their own: `pp512_ttft_s`, `tg64_d4096_tpot_s`."""
+    rows = [(row, PREFILL_FIELDS) for row in speed.of("prefill")]
+    rows += [(row, DEPTH_FIELDS) for row in speed.of("depth")]
+    for row, names in rows:
+        for name in names if row.outcome == "measured" else ():
+            value = getattr(row, name)
+            number = value.median if isinstance(value, Distribution) else value
+            if number is not None:
+                yield TrackedMetric(f"speed.{row.name.replace(' @ ', '_')}_{name}", number)
 
 
 def _measured_rows(speed: SpeedResult | None) -> tuple[SpeedRow, ...]:
-    """Rows whose figures hold; the numbers of a void row are no measurement."""
-    return tuple(row for row in speed.rows if row.outcome == "measured") if speed is not None else ()
+    """The workload's rows whose figures hold; the numbers of a void row are no measurement."""
+    return tuple(row for row in speed.of("batch") if row.outcome == "measured") if speed is not None else ()
 
 
 def _memory(variant: VariantResults) -> Iterator[TrackedMetric]:
@@ -238,9 +261,10 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
 
 
 def _cost(variant: VariantResults) -> Iterator[TrackedMetric]:
-    if variant.cost is not None:
-        name = "dollars_per_million_output_tokens"
-        yield TrackedMetric(f"cost.{name}", getattr(variant.cost, name), variant.cost.batch_size)
+    cost = variant.cost
+    if cost is not None:
+        for name, size in (("output", cost.batch_size), ("input", cost.input_batch_size)):
+            yield from _fields("cost", cost, (f"dollars_per_million_{name}_tokens",), step=size or 0)
 
 
 def _fields(prefix: str, value: object, names: Iterable[str], *, step: int = 0) -> Iterator[TrackedMetric]:

@@ -92,9 +92,7 @@ class PlanSetting:
     @property
     def block_tokens(self) -> int:
         """Tokens of a page."""
-        return self.recipe.traffic.block_tokens if self.recipe.traffic else APPLE_MEMORY_SHARE = 0.75
-"""What macOS lets the GPU have of a large shared memory unless it is told otherwise (docs/hardware.md)."""
-DEFAULT_BLOCK_TOKENS
+        return self.recipe.traffic.block_tokens if self.recipe.traffic else DEFAULT_BLOCK_TOKENS
 
 
 def budget_bytes(recipe: ExpandedRecipe, *, device: Device) -> int:

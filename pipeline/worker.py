@@ -4,7 +4,7 @@
 
 Standard output carries the protocol, one JSON object a line (`progress`, `failure`, and for the speed stage
 `opened` and `turn`); whatever libraries print goes to standard error. The speed stage stays alive and takes
-turns: it reads one JSON line (`{"batch_size": 1, "seed": 7}`) for each and ends at end of input.
+turns: it reads one JSON line (`{"shape": {"batch_size": 1, …}, "seed": 7}`) for each and ends at end of input.
 """
 
 from __future__ import annotations
@@ -78,12 +78,14 @@ def _run(stage: str, request: str, *, progress: Callable[[str], None]) -> Value:
 
 def _speed_turns(request: str, emit: Callable[..., None]) -> None:
     from pipeline import stages
+    from pipeline.results import SpeedShape
 
     session = stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
     emit("opened", opened=session.opened.model_dump(mode="json"))
     for line in sys.stdin:
         wanted = json.loads(line)
-        result = session.run(batch_size=wanted["batch_size"], seed=wanted["seed"])
+        shape = SpeedShape.model_validate_json(json.dumps(wanted["shape"]))
+        result = session.run(shape, seed=wanted["seed"])
         emit("turn", turn=result.model_dump(mode="json"))
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.alternation import ShapeTiming, TimingPlan, TurnResult, drift_percent, time_in_turn
-from pipeline.measure import is_noisy, random_prompts, time_generation
+from pipeline.energy import Unmetered
+from pipeline.measure import is_noisy
+from pipeline.results import SpeedShape, SpeedTest
 from pipeline.scripted_engine import ScriptedSession
-
-PROMPT_TOKENS = 8
+from pipeline.stages import take_turn
 
 
 class ScriptedTurn:
@@ -28,23 +29,25 @@ class ScriptedTurn:
         self.session = session or ScriptedSession()
         self._refuses = refuses
 
-    def run(self, *, batch_size: int, seed: int) -> TurnResult:
-        self.log.append((self.name, batch_size, seed))
-        runs = sum(entry[:2] == (self.name, batch_size) for entry in self.log)
-        refused = self._refuses(batch_size, runs)
-        if refused:
-            return refused
-        prompts = random_prompts(
-            batch_size=batch_size, prompt_tokens=PROMPT_TOKENS, vocabulary_tokens=1000, seed=seed
+    def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
+        self.log.append((self.name, shape.batch_size, seed))
+        runs = sum(entry[:2] == (self.name, shape.batch_size) for entry in self.log)
+        refused = self._refuses(shape.batch_size, runs)
+        return refused or take_turn(
+            self.session, shape=shape, seed=seed, clock=self.session.clock, meter=Unmetered("no device")
         )
-        trace = time_generation(self.session, prompts=prompts, new_tokens=3, clock=self.session.clock)
-        return TurnResult(outcome="measured", trace=trace, memory=self.session.memory())
 
 
-def plan(**fields: object) -> TimingPlan:
+def shape(
+    batch_size: int = 1, *, prompt_tokens: int = 8, new_tokens: int = 3, test: SpeedTest = "batch"
+) -> SpeedShape:
+    return SpeedShape(batch_size=batch_size, prompt_tokens=prompt_tokens, new_tokens=new_tokens, test=test)
+
+
+def plan(*sizes: int, **fields: object) -> TimingPlan:
     return TimingPlan.model_validate(
         {
-            "batch_sizes": (1, 4),
+            "shapes": tuple(shape(size) for size in sizes or (1, 4)),
             "warmup": 2,
             "repeats": 3,
             "min_seconds": 0.0,
@@ -62,15 +65,15 @@ def test_variants_take_turns_and_every_shape_is_warmed_up_first() -> None:
     assert [entry[:2] for entry in log] == [
         (name, size) for size in (1, 4) for _ in range(5) for name in turns
     ]
-    assert told[:4:2] == ["fp16: batch 1, warm-up", "fp16: batch 1, warm-up"]
-    for shapes in timings.values():
-        assert [(len(shape.warmup_s), len(shape.traces)) for shape in shapes] == [(2, 3), (2, 3)]
+    assert told[:4:2] == ["fp16: pp8+tg3, batch 1, warm-up"] * 2
+    for timed in timings.values():
+        assert [(len(timing.warmup_s), len(timing.traces)) for timing in timed] == [(2, 3), (2, 3)]
 
 
 def test_no_two_runs_of_a_variant_share_a_prompt() -> None:
     log: list[tuple[str, int, int]] = []
     turn = ScriptedTurn("fp16", log)
-    time_in_turn({"fp16": turn}, plan=plan(batch_sizes=(1, 2, 4)), progress=lambda _: None)
+    time_in_turn({"fp16": turn}, plan=plan(1, 2, 4), progress=lambda _: None)
     time_in_turn({"fp16": turn}, plan=plan(seed=1_000_000), progress=lambda _: None)
     assert len({seed for _, _, seed in log}) == len(log)
     prompts = [prompt for batch in turn.session.prompts for prompt in batch]
@@ -80,16 +83,16 @@ def test_no_two_runs_of_a_variant_share_a_prompt() -> None:
 def test_a_prefix_cache_never_makes_a_repeat_cheaper() -> None:
     session = ScriptedSession(play="free_for_seen_prompts")
     turn = ScriptedTurn("fp16", [], session=session)
-    timings = time_in_turn({"fp16": turn}, plan=plan(batch_sizes=(1, 2, 8)), progress=lambda _: None)
-    for shape in timings["fp16"]:
-        assert [trace.ttft_s for trace in shape.traces] == pytest.approx([0.5] * 3)
+    timings = time_in_turn({"fp16": turn}, plan=plan(1, 2, 8), progress=lambda _: None)
+    for timing in timings["fp16"]:
+        assert [trace.ttft_s for trace in timing.traces] == pytest.approx([0.5] * 3)
 
 
 def test_a_noisy_set_gets_as_many_repeats_again_and_is_then_left_noisy() -> None:
     session = ScriptedSession(prefill_s=[0.5, 1.5] * 20)
     turn = ScriptedTurn("int8", [], session=session)
     calm = ScriptedTurn("fp16", [])
-    timings = time_in_turn({"fp16": calm, "int8": turn}, plan=plan(batch_sizes=(1,)), progress=lambda _: None)
+    timings = time_in_turn({"fp16": calm, "int8": turn}, plan=plan(1), progress=lambda _: None)
     assert len(timings["int8"][0].traces) == 6
     assert is_noisy(timings["int8"][0].traces, max_cv_percent=5.0)
     assert len(timings["fp16"][0].traces) == 3
@@ -98,7 +101,7 @@ def test_a_noisy_set_gets_as_many_repeats_again_and_is_then_left_noisy() -> None
 def test_repeats_go_on_until_the_minimum_time_is_reached() -> None:
     timings = time_in_turn(
         {"fp16": ScriptedTurn("fp16", [])},
-        plan=plan(batch_sizes=(1,), min_seconds=9.5 * 0.52),
+        plan=plan(1, min_seconds=9.5 * 0.52),
         progress=lambda _: None,
     )
     assert len(timings["fp16"][0].traces) == 10
@@ -107,7 +110,7 @@ def test_repeats_go_on_until_the_minimum_time_is_reached() -> None:
 def test_the_minimum_time_is_no_reason_to_go_on_for_ever() -> None:
     timings = time_in_turn(
         {"fp16": ScriptedTurn("fp16", [])},
-        plan=plan(batch_sizes=(1,), min_seconds=1e9),
+        plan=plan(1, min_seconds=1e9),
         progress=lambda _: None,
     )
     assert len(timings["fp16"][0].traces) == 50
@@ -115,7 +118,7 @@ def test_the_minimum_time_is_no_reason_to_go_on_for_ever() -> None:
 
 def test_a_recipe_gets_all_the_repeats_it_asks_for() -> None:
     timings = time_in_turn(
-        {"fp16": ScriptedTurn("fp16", [])}, plan=plan(batch_sizes=(1,), repeats=130), progress=lambda _: None
+        {"fp16": ScriptedTurn("fp16", [])}, plan=plan(1, repeats=130), progress=lambda _: None
     )
     assert len(timings["fp16"][0].traces) == 130
 
@@ -127,10 +130,10 @@ def test_a_failing_variant_does_not_stop_the_others() -> None:
     log: list[tuple[str, int, int]] = []
     turns = {"int8": ScriptedTurn("int8", log, refuses=breaks), "fp16": ScriptedTurn("fp16", log)}
     timings = time_in_turn(turns, plan=plan(), progress=lambda _: None)
-    for shape in timings["int8"]:
-        assert shape.failure is not None
-        assert shape.failure.because == "ValueError: broken"
-    assert [len(shape.traces) for shape in timings["fp16"]] == [3, 3]
+    for timing in timings["int8"]:
+        assert timing.failure is not None
+        assert timing.failure.because == "ValueError: broken"
+    assert [len(timing.traces) for timing in timings["fp16"]] == [3, 3]
     assert (
         sum(entry[0] == "int8" for entry in log) == 8
     )  # four runs a shape: a failed shape isn't tried again
@@ -150,10 +153,44 @@ def test_out_of_memory_is_the_outcome_of_one_batch_size() -> None:
 
 
 def test_drift_is_how_much_slower_the_baseline_became() -> None:
-    def shape(step_s: float) -> ShapeTiming:
+    def timed(step_s: float) -> ShapeTiming:
         turn = ScriptedTurn("fp16", [], session=ScriptedSession(step_s=(step_s,)))
         return time_in_turn({"fp16": turn}, plan=plan(), progress=lambda _: None)["fp16"][0]
 
-    assert drift_percent(shape(0.10), shape(0.11)) == pytest.approx(10.0)
-    assert drift_percent(shape(0.10), shape(0.08)) == pytest.approx(-20.0)
-    assert drift_percent(shape(0.10), ShapeTiming(1)) is None
+    assert drift_percent(timed(0.10), timed(0.11)) == pytest.approx(10.0)
+    assert drift_percent(timed(0.10), timed(0.08)) == pytest.approx(-20.0)
+    assert drift_percent(timed(0.10), ShapeTiming(shape())) is None
+
+
+# --- prompt lengths and depths ---------------------------------------------------------------------------
+
+
+def test_prefill_and_depth_are_timed_like_batches_at_their_own_lengths() -> None:
+    """A prompt token takes 1 ms, a step 10 ms and 10 µs for each token held."""
+    session = ScriptedSession(
+        prefill_s=(0.0,), s_per_prompt_token=1e-3, step_s=(0.010,), s_per_held_token=1e-5
+    )
+    log: list[tuple[str, int, int]] = []
+    shapes = (
+        shape(2),
+        shape(prompt_tokens=128, new_tokens=1, test="prefill"),
+        shape(prompt_tokens=1000, new_tokens=3, test="depth"),
+    )
+    turns = {"fp16": ScriptedTurn("fp16", log, session=session), "int8": ScriptedTurn("int8", log)}
+    batch, prefill, depth = time_in_turn(turns, plan=plan(shapes=shapes), progress=lambda _: None)["fp16"]
+    assert [entry[0] for entry in log] == ["fp16", "int8"] * 15, "two warm-ups and three repeats of each"
+    assert [len(timing.traces) for timing in (batch, prefill, depth)] == [3, 3, 3]
+    assert [trace.ttft_s for trace in prefill.traces] == pytest.approx([0.128] * 3)
+    assert [trace.tpot_s for trace in prefill.traces] == [None] * 3
+    assert [trace.tpot_s for trace in depth.traces] == pytest.approx([0.010 + 1001.5e-5] * 3)
+    prompts = [prompt for batch in session.prompts for prompt in batch]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_a_length_that_does_not_fit_is_out_of_memory_and_the_next_shape_runs() -> None:
+    turn = ScriptedTurn("fp16", [], session=ScriptedSession(most_tokens=100))
+    shapes = (shape(prompt_tokens=99, new_tokens=5, test="depth"), shape(prompt_tokens=99, new_tokens=2))
+    late, fits = time_in_turn({"fp16": turn}, plan=plan(shapes=shapes), progress=lambda _: None)["fp16"]
+    assert late.failure is not None
+    assert (late.failure.outcome, late.traces) == ("out_of_memory", [])
+    assert len(fits.traces) == 3

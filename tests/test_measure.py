@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 
 from pipeline.measure import (
+    Ceilings,
     GenerationTrace,
+    Work,
+    break_even_batch,
+    free_lunch_batch,
     is_noisy,
     percentile,
     random_prompts,
     summarise,
     time_generation,
 )
-from pipeline.results import Distribution, SpeedRow
+from pipeline.results import Distribution, SpeedRow, SpeedShape
 from pipeline.scripted_engine import ScriptedSession
+from pipeline.values import Value
+from tests import result_builders as build
 
 
 def timed(session: ScriptedSession, *, new_tokens: int, batch_size: int = 1, prompt_tokens: int = 4) -> Any:
@@ -28,16 +34,17 @@ def timed(session: ScriptedSession, *, new_tokens: int, batch_size: int = 1, pro
 
 
 def row(traces: Sequence[GenerationTrace], *, new_tokens: int, **fields: Any) -> SpeedRow:
-    settings: dict[str, Any] = {
-        "warmup_s": (),
-        "bytes_read_per_step": None,
-        "read_bandwidth_bytes_per_s": None,
-        "peak_memory_bytes": None,
-        "max_cv_percent": 5.0,
-        "last_level_cache_bytes": None,
-        **fields,
-    }
-    return summarise(traces, new_tokens=new_tokens, **settings)
+    """`fields` are those of what is read and computed, of the ceilings, or of the row itself."""
+
+    def chosen(kind: type[Value]) -> dict[str, Any]:
+        return {name: fields.pop(name, None) for name in kind.model_fields}
+
+    shape = SpeedShape(
+        batch_size=traces[0].batch_size, prompt_tokens=traces[0].prompt_tokens, new_tokens=new_tokens
+    )
+    work, ceilings = Work(**chosen(Work)), Ceilings(**chosen(Ceilings))
+    settings: dict[str, Any] = {"warmup_s": (), "peak_memory_bytes": None, "max_cv_percent": 5.0, **fields}
+    return summarise(traces, shape=shape, work=work, ceilings=ceilings, **settings)
 
 
 # --- prefill and decode apart ----------------------------------------------------------------------------
@@ -224,3 +231,88 @@ def test_a_model_that_the_processor_cache_holds_has_no_share_of_the_memory_bandw
     )
     assert found.outcome == "measured"
     assert found.bandwidth_share is None
+
+
+def test_the_data_sheet_s_share_stands_beside_the_measured_one() -> None:
+    found = row(
+        [timed(ScriptedSession(step_s=(0.01,)), new_tokens=5)],
+        new_tokens=5,
+        bytes_read_per_step=27_000_000_000,
+        read_bandwidth_bytes_per_s=3e12,
+        sheet_bandwidth_bytes_per_s=H200_BYTES_PER_S,
+    )
+    assert found.bandwidth_share == pytest.approx(0.9)
+    assert found.sheet_bandwidth_share == pytest.approx(27e9 / 0.01 / 4.8e12)
+    assert row([timed(ScriptedSession(), new_tokens=5)], new_tokens=5).sheet_bandwidth_share is None
+
+
+# --- the limit of the arithmetic -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ttft_s", "share"), [(0.5, 0.5), (0.25, 1.0), (0.2, 1.25)])
+def test_a_prefill_is_a_share_of_the_measured_flops_and_beyond_them_void(ttft_s: float, share: float) -> None:
+    """Prompts of 250 GFLOP in all, on a device that does 1 TFLOP/s."""
+    session = ScriptedSession(prefill_s=(ttft_s,))
+    found = row(
+        [timed(session, new_tokens=1, batch_size=2) for _ in range(3)],
+        new_tokens=1,
+        prefill_flops=250e9,
+        matmul_flops_per_s=1e12,
+    )
+    assert found.prefill_flops_share == pytest.approx(share)
+    assert found.outcome == ("measured" if share <= 1.05 else "void")
+    assert ("1.25 × the fastest measured FLOP/s" in found.because) == (share > 1.05)
+
+
+def test_a_kernel_that_computes_in_a_faster_type_has_no_share_and_is_no_impossibility() -> None:
+    """quanto's INT8 on a CPU without 16-bit arithmetic: 13.8 GFLOP/s, BF16 4.4, FP32 49.0."""
+    found = row(
+        [timed(ScriptedSession(prefill_s=(1.0,)), new_tokens=1)],
+        new_tokens=1,
+        prefill_flops=13.8e9,
+        matmul_flops_per_s=4.4e9,
+        fastest_flops_per_s=49.0e9,
+    )
+    assert (found.prefill_flops_share, found.outcome) == (None, "measured")
+
+
+def test_without_known_work_or_a_measured_type_there_is_no_share_of_the_flops() -> None:
+    trace = timed(ScriptedSession(), new_tokens=2)
+    for known in ({"prefill_flops": 1e9}, {"matmul_flops_per_s": 1e12}, {}):
+        found = row([trace], new_tokens=2, **known)
+        assert (found.prefill_flops_share, found.outcome) == (None, "measured")
+
+
+# --- the batch sweep -------------------------------------------------------------------------------------
+
+
+def sweep(rates: dict[int, float]) -> list[SpeedRow]:
+    """Measured batches in any order, and a depth row at batch 1 that is no part of the sweep."""
+    rows = [build.speed_row(size, rate) for size, rate in rates.items()]
+    return [*reversed(rows), build.speed_row(1, 1000.0, test="depth")]
+
+
+def test_the_break_even_is_the_best_batch_s_rate_over_the_single_stream_s() -> None:
+    """A step is 50 ms up to batch 4; from there on it grows with the batch."""
+    assert break_even_batch(sweep({1: 20.0, 4: 80.0, 8: 80.0, 16: 76.0})) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("last", "reached"), [(191.0, True), (193.0, False)])
+def test_a_sweep_that_still_gains_a_fifth_a_doubling_has_not_reached_it(last: float, reached: bool) -> None:
+    """One doubling from 160 tok/s; then two at once, which count as two."""
+    found = break_even_batch(sweep({1: 20.0, 8: 160.0, 16: last}))
+    assert found == (pytest.approx(last / 20.0) if reached else None)
+    steps_of_four = sweep({1: 20.0, 8: 160.0, 32: 160.0 * (last / 160.0) ** 2})
+    assert (break_even_batch(steps_of_four) is not None) == reached
+
+
+def test_the_free_lunch_ends_at_the_last_batch_whose_step_is_a_quarter_longer_at_most() -> None:
+    steps_s = {1: 0.050, 2: 0.051, 4: 0.0624, 8: 0.064, 16: 0.100}
+    assert free_lunch_batch(sweep({size: size / step_s for size, step_s in steps_s.items()})) == 4
+    assert free_lunch_batch(sweep({1: 20.0, 2: 20.0})) == 1
+
+
+def test_without_batch_1_or_a_second_size_the_sweep_tells_nothing() -> None:
+    void = build.speed_row(8, 160.0, outcome="void")
+    for rows in (sweep({1: 20.0}), sweep({4: 80.0, 8: 90.0}), [*sweep({1: 20.0}), void], []):
+        assert (break_even_batch(rows), free_lunch_batch(rows)) == (None, None)

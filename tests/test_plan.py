@@ -253,6 +253,12 @@ def test_the_shape_of_the_workload_is_named(plan: Plan, facts: ShapeFacts, tmp_p
             "workload.prompt_tokens + workload.new_tokens is 300256",
         ),
         ("p95: 2500, max: 6000", "p95: 2500, max: 300000", "traffic (longest request) is 302000"),
+        ("[1, 8, 32]", "[1, 8, 32], prompt_tokens: [512, 262145]", "speed.prompt_tokens is 262145"),
+        (
+            "[1, 8, 32]",
+            "[1, 8, 32], context_tokens: [262000]",
+            "speed.context_tokens + workload.new_tokens is 262256",
+        ),
     ],
 )
 def test_sequences_beyond_the_model_s_limit_are_refused(

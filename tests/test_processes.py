@@ -22,6 +22,7 @@ from pipeline.engines.transformers import Transformers
 from pipeline.errors import StageError
 from pipeline.processes import Worker, WorkerError, WorkerTurn, run_stage
 from pipeline.quantizers.native import Native
+from pipeline.results import SpeedShape
 from pipeline.stages import RandomSource, RandomSourceRequest, RunnableCheckpoint, SpeedRequest
 from tests.tiny_models import write_llama
 
@@ -164,6 +165,10 @@ def test_a_log_that_cannot_be_written_is_told_as_a_failed_stage(tmp_path: Path) 
 # --- a variant that takes turns --------------------------------------------------------------------------
 
 
+def shape(batch_size: int) -> SpeedShape:
+    return SpeedShape(batch_size=batch_size, prompt_tokens=8, new_tokens=3)
+
+
 def turn_for(tmp_path: Path) -> WorkerTurn:
     checkpoint = RunnableCheckpoint(
         folder=str(write_llama(tmp_path / "tiny")),
@@ -171,19 +176,19 @@ def turn_for(tmp_path: Path) -> WorkerTurn:
         engine=Transformers(),
         device="cpu",
     )
-    request = SpeedRequest(checkpoint=checkpoint, prompt_tokens=8, new_tokens=3)
+    request = SpeedRequest(checkpoint=checkpoint)
     return WorkerTurn(request, log=tmp_path / "log", progress=lambda _: None)
 
 
 def test_a_worker_takes_turns_ignores_ctrl_c_and_when_killed_gives_failed_turns(tmp_path: Path) -> None:
     with turn_for(tmp_path) as turn:
         (worker,) = children()
-        assert turn.run(batch_size=1, seed=1).outcome == "measured"
+        assert turn.run(shape(1), seed=1).outcome == "measured"
         worker.send_signal(signal.SIGINT)
-        assert turn.run(batch_size=2, seed=2).outcome == "measured"
+        assert turn.run(shape(2), seed=2).outcome == "measured"
         worker.kill()
         for size in (1, 2, 4):
-            lost = turn.run(batch_size=size, seed=3)
+            lost = turn.run(shape(size), seed=3)
             assert lost == TurnResult(outcome="out_of_memory", because=lost.because)
             assert "killed" in lost.because
     assert children() == []
@@ -193,7 +198,7 @@ def test_a_variant_that_cannot_be_loaded_leaves_no_worker(tmp_path: Path) -> Non
     checkpoint = RunnableCheckpoint(
         folder=str(tmp_path), quantizer=Native(dtype="fp16"), engine=Transformers(), device="cpu"
     )
-    request = SpeedRequest(checkpoint=checkpoint, prompt_tokens=8, new_tokens=3)
+    request = SpeedRequest(checkpoint=checkpoint)
     with pytest.raises(WorkerError):
         WorkerTurn(request, log=tmp_path / "log", progress=lambda _: None)
     assert children() == []

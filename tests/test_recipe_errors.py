@@ -78,6 +78,12 @@ def test_the_good_recipe_is_good(tmp_path: Path) -> None:
         ("[piqa]", "[]", "line 5: quality.tasks", "at least one item"),
         ("[piqa]", "[1]", "line 5: quality.tasks[0]", "expected text, found 1; put it in quotes"),
         ("[1, 8]", "[1, no]", "line 3: speed.batch_sizes[1]", "'no'"),
+        ("[1, 8]", "[1], prompt_tokens: [128, 0]", "line 3: speed.prompt_tokens[1]", "greater than 0"),
+        ("[1, 8]", "[1], prompt_tokens: []", "line 3: speed.prompt_tokens", "at least one item"),
+        ("[1, 8]", "[1], prompt_tokens: 512", "line 3: speed.prompt_tokens", "write [512]"),
+        ("[1, 8]", "[1], context_tokens: [-1]", "line 3: speed.context_tokens[0]", "greater than 0"),
+        ("[1, 8]", "[1], context_tokens: [4k]", "line 3: speed.context_tokens[0]", "'4k'"),
+        ("[1, 8]", "[1], contxt_tokens: [4]", "line 3: speed.contxt_tokens", "did you mean 'context_tokens'"),
         ("[fp16, int8]", "[fp16, no]", "line 2: precisions[1]", "allowed: fp32, fp16, bf16, int8"),
         ("[fp16, int8]", "[fp16, int9]", "line 2: precisions[1]", "did you mean 'int8'"),
         ("[fp16, int8]", "[fp16, FP16]", "line 2: precisions[1]", "stands twice"),
@@ -326,13 +332,16 @@ def paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def test_what_stands_twice_is_refused_where_it_would_be_measured_twice(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "model: ./m\nprecisions: [fp16, int8]\nspeed: {batch_sizes: [1, 4, 1]}\n"
+        "model: ./m\nprecisions: [fp16, int8]\nspeed: {batch_sizes: [1, 4, 1],\n"
+        "  prompt_tokens: [512, 512],\n  context_tokens: [64, 8, 64]}\n"
         "quality: {tasks: [piqa, piqa]}\ngate: [{kind: max_memory, fraction: 0.6}]\n"
     )
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     assert "line 3: speed.batch_sizes[2]: 1 stands twice" in str(caught.value)
-    assert "line 4: quality.tasks[1]: 'piqa' stands twice" in str(caught.value)
+    assert "line 4: speed.prompt_tokens[1]: 512 stands twice" in str(caught.value)
+    assert "line 5: speed.context_tokens[2]: 64 stands twice" in str(caught.value)
+    assert "line 6: quality.tasks[1]: 'piqa' stands twice" in str(caught.value)
 
 
 # --- traffic ---------------------------------------------------------------------------------------------
@@ -347,7 +356,7 @@ def traffic(text: str) -> str:
     [
         (
             "requests_per_s: 0, prompt_tokens: 5, new_tokens: 5",
-            "traffic.requests_per_s: should be greater than 0",
+            "traffic.requests_per_s: should be greater than or equal to 0.0001",
         ),
         (
             "requests_per_s: 1, prompt_tokens: 0, new_tokens: 5",
@@ -366,7 +375,10 @@ def traffic(text: str) -> str:
         ("requests_per_s: 1, prompt_tokens: 5, new_tokens: {low: 2}", "the key 'distribution' is missing"),
         ("trace: a.csv, new_tokens: 5", "traffic.new_tokens: stands beside a trace"),
         ("trace: a.csv, targets: {}", "traffic.targets: holds no limit"),
-        ("trace: a.csv, targets: {ttft_s: 1, percentile: 100}", "percentile: should be less than 100"),
+        (
+            "trace: a.csv, targets: {ttft_s: 1, percentile: 100}",
+            "percentile: should be less than or equal to 99.9",
+        ),
         ("trace: a.csv, max_sequences: 64, max_batch_tokens: 32", "64 sequences decode a token each"),
         ("trace: a.csv, efficiency: {bandwidth: 1.5}", "should be less than or equal to 1; found 1.5"),
         ("trace: a.csv, target: {ttft_s: 1}", "traffic.target: unknown key; did you mean 'targets'?"),

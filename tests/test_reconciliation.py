@@ -80,6 +80,22 @@ def test_capacity_is_explained_by_what_a_sequence_really_took() -> None:
     assert "more may fit" in found["sequences at once"].because
 
 
+def test_the_measured_break_even_stands_beside_the_predicted_one() -> None:
+    plan = variant("int8", break_even_batch=50.0)
+    speed = results.speed(measured_break_even_batch=20.0)
+    found = by_figure(reconcile(plan, results.variant("int8", speed=speed)))["break-even batch"]
+    assert (found.predicted, found.measured) == (50.0, 20.0)
+    assert "0.40 × batch 1's" in found.because
+    not_reached = results.variant("int8", speed=results.speed())
+    assert "break-even batch" not in by_figure(reconcile(plan, not_reached))
+
+
+def test_prompt_lengths_and_depths_are_no_batches_of_the_workload() -> None:
+    rows = [results.speed_row(1, decode=20.0, test=test) for test in ("prefill", "depth")]
+    found = by_figure(reconcile(variant("bf16"), results.variant("bf16", speed=results.speed(rows=rows))))
+    assert not [figure for figure in found if figure.startswith(("decode", "TTFT"))]
+
+
 def test_what_was_not_measured_has_no_row() -> None:
     nothing = results.variant("bf16", checkpoint=None, memory=None, speed=None, capacity=None)
     assert reconcile(variant("bf16"), nothing) == ()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.commands import write_report
 from pipeline.recipe import LoadedRecipe, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
-from pipeline.results import Finding, Report, StageFailure, VariantResults
+from pipeline.results import CostResult, Finding, Report, SpeedRow, StageFailure, VariantResults
+from pipeline.speed_columns import speed_csv
 from tests import result_builders as build
 
 RECIPE = """\
@@ -154,6 +156,77 @@ def test_the_markdown_starts_with_the_verdict_and_its_reasons(loaded: LoadedReci
     assert lines[3].startswith("- int8: min_speedup fail:")
 
 
+def lengths() -> list[SpeedRow]:
+    """A prefill, a depth and a depth that doesn't fit, beside the workload's batches."""
+    return [
+        *(build.speed_row(1, 40.0), build.speed_row(8, 160.0)),
+        build.speed_row(
+            *(1, None),
+            prompt_tokens=512,
+            new_tokens=1,
+            test="prefill",
+            tpot_s=None,
+            prefill_tokens_per_s=2400.0,
+            prefill_flops_share=0.25,
+        ),
+        build.speed_row(1, 20.0, prompt_tokens=4096, new_tokens=16, test="depth", noisy=True),
+        SpeedRow(
+            batch_size=1,
+            prompt_tokens=9000,
+            new_tokens=16,
+            test="depth",
+            outcome="out_of_memory",
+            because="no room",
+        ),
+    ]
+
+
+def test_prefill_by_length_and_decode_by_depth_have_tables_of_their_own(loaded: LoadedRecipe) -> None:
+    report = make(loaded, FP16, build.variant("int8", speed=build.speed("int8", lengths())))
+    text = markdown(report)
+    assert "| int8 | pp512 | measured | 2400.0 | 210.0 | 3.9 | 0.25 |" in text
+    assert "| int8 | tg16 @ d4096 | measured, noisy | 20.0 | 50.00 | 1.6 | 1000.0 | 0.60 |" in text
+    assert "| int8 | tg16 @ d9000 | out of memory | – | – | – | – | – |" in text
+    assert "of the data sheet's" not in text
+    assert comparison_table(report) == comparison_table(make(loaded, FP16, INT8)), (
+        "the workload's table is as it was"
+    )
+    assert "### " not in markdown(make(loaded, FP16, INT8))
+
+
+def test_the_data_sheet_s_share_is_shown_where_a_sheet_is_known(loaded: LoadedRecipe) -> None:
+    row = build.speed_row(1, 20.0, new_tokens=16, test="depth", sheet_bandwidth_share=0.44)
+    report = make(
+        loaded, FP16, build.variant("int8", speed=build.speed("int8", [build.speed_row(1, 40.0), row]))
+    )
+    assert "| bandwidth share | of the data sheet's |" in markdown(report)
+    assert "| 0.60 | 0.44 |" in markdown(report)
+
+
+def test_the_end_of_the_free_lunch_and_the_break_even_are_noted(loaded: LoadedRecipe) -> None:
+    def notes(**fields: Any) -> str:
+        return markdown(make(loaded, FP16, build.variant("int8", speed=build.speed("int8", **fields))))
+
+    reached = notes(free_lunch_batch=1, measured_break_even_batch=4.25)
+    assert "int8: free lunch: up to batch 1 a step takes at most 1.25 × that of batch 1" in reached
+    assert "int8: measured break-even: batch 4.2" in reached
+    further = notes(free_lunch_batch=8)
+    assert "up to batch 8 (the largest one measured)" in further
+    assert "measured break-even: not reached by batch 8" in further
+    assert "free lunch" not in notes()
+
+
+def test_reports_from_before_lengths_were_measured_still_load(loaded: LoadedRecipe) -> None:
+    data = json.loads(make(loaded, FP16, INT8).to_json())
+    for variant in data["variants"]:
+        for name in ("measured_break_even_batch", "free_lunch_batch"):
+            del variant["speed"][name]
+        for row in variant["speed"]["rows"]:
+            for name in ("test", "sheet_bandwidth_share", "prefill_flops_share"):
+                del row[name]
+    assert Report.model_validate_json(json.dumps(data)) == make(loaded, FP16, INT8)
+
+
 def test_a_cell_can_t_break_the_markdown_table(loaded: LoadedRecipe) -> None:
     report = make(loaded, FP16, INT8)
     int8 = report.variant("int8")
@@ -167,13 +240,32 @@ def test_a_cell_can_t_break_the_markdown_table(loaded: LoadedRecipe) -> None:
     assert found.endswith("| first \\| line second |")
 
 
+def test_the_markdown_prices_input_and_output_apart_and_a_missing_price_is_a_dash(
+    loaded: LoadedRecipe,
+) -> None:
+    price: dict[str, Any] = {
+        "dollars_per_hour": 3.5,
+        "batch_size": 8,
+        "dollars_per_million_output_tokens": 12.25,
+    }
+    known = CostResult(**price, input_batch_size=4, dollars_per_million_input_tokens=0.75)
+    report = make(
+        loaded, FP16.model_copy(update={"cost": known}), build.variant("int8", cost=CostResult(**price))
+    )
+    lines = markdown(report).splitlines()
+    assert "| fp16 | 0.75 | 4 | 12.25 | 8 | 3.5 |" in lines
+    assert "| int8 | – | – | 12.25 | 8 | 3.5 |" in lines
+    assert "## Cost" not in markdown(make(loaded, FP16, INT8))
+
+
 def test_the_run_s_files_are_whole_and_read_back_to_the_same(loaded: LoadedRecipe, tmp_path: Path) -> None:
     report = make(loaded, FP16, INT8)
     folder = tmp_path / "run"
     write_report(report, folder=folder, recipe_text=loaded.text)
     assert {path.name for path in folder.iterdir()} >= {
-        *("report.json", "report.md", "recipe.yaml", "resolved-recipe.json")
+        *("report.json", "report.md", "speed.csv", "recipe.yaml", "resolved-recipe.json")
     }
+    assert (folder / "speed.csv").read_text("utf-8") == speed_csv(report)
     assert Report.model_validate_json((folder / "report.json").read_bytes()) == report
     assert load_recipe(folder / "recipe.yaml").recipe == loaded.recipe
     again = load_recipe(folder / "resolved-recipe.json").recipe

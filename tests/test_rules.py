@@ -158,6 +158,7 @@ def test_two_rows_of_one_batch_size_are_missing() -> None:
         ({"outcome": "void", "because": "clock went back"}, "void: clock went back"),
         ({"outcome": "out_of_memory"}, "out of memory"),
         ({"bandwidth_share": 10.0}, "implausible, 10.00 times the measured memory bandwidth"),
+        ({"prefill_flops_share": 1.2}, "implausible, 1.20 times the measured FLOP/s"),
         ({"ttft_s": Distribution.of([0.0])}, "implausible, a time to first token"),
         ({"decode_tokens_per_s": None}, "was not measured"),
         ({"decode_tokens_per_s": 0.0}, "implausible"),
@@ -253,3 +254,15 @@ def test_a_search_that_ended_at_its_own_ceiling_is_only_a_lower_bound() -> None:
     assert one(MinCapacity(sequences=17), ended).outcome == "inconclusive"
     baseline = build.variant("fp16", capacity=build.capacity(10, limited_by="ceiling"))
     assert one(MinCapacity(factor=1.5), build.variant("int8"), baseline).outcome == "inconclusive"
+
+
+@pytest.mark.parametrize("rule", [MinSpeedup(factor=1.5), MaxTtft(seconds=0.5)])
+def test_rules_read_the_workload_s_rows_only(rule: Rule) -> None:
+    """Prompt lengths and depths run at batch size 1, too, and come first here."""
+    slow = Distribution.of([9.0, 9.0, 9.0])
+    others = [build.speed_row(1, 1.0, test=test, ttft_s=slow, tpot_s=slow) for test in ("prefill", "depth")]
+    rows = [*others, build.speed_row(1, 40.0)]
+    assert one(rule, build.variant("int8", speed=build.speed("int8", rows))).outcome == "pass"
+    without = one(rule, build.variant("int8", speed=build.speed("int8", others)))
+    assert without.outcome == "missing"
+    assert "not among the measured batch sizes (none)" in without.because

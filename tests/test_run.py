@@ -25,7 +25,16 @@ from tests.tiny_models import write_gpt2, write_llama
 from tests.tracking_support import client
 
 ROOT = Path(__file__).parent.parent
-SPEED = {"batch_sizes": [1, 2], "warmup": 1, "repeats": 3, "min_seconds": 0, "max_cv_percent": 1000}
+SPEED = {
+    "batch_sizes": [1, 2],
+    "prompt_tokens": [16, 32],
+    "context_tokens": [24],
+    "warmup": 1,
+    "repeats": 3,
+    "min_seconds": 0,
+    "max_cv_percent": 1000,
+}
+TESTS = ["pp8+tg4", "pp8+tg4", "pp16", "pp32", "tg4 @ d24"]
 ALL_STAGES = [
     *("quantize fp16", "quantize int8", "speed", "capacity fp16", "capacity int8"),
     *("quality fp16", "quality int8"),
@@ -203,9 +212,18 @@ def test_a_run_ends_with_a_verdict_an_exit_code_and_a_complete_report(
         assert variant.failures == ()
         assert variant.checkpoint is not None
         assert variant.speed is not None
-        assert [row.outcome for row in variant.speed.rows] == ["measured", "measured"]
+        assert [row.name for row in variant.speed.rows] == TESTS
+        assert {row.outcome for row in variant.speed.rows} == {"measured"}
         assert variant.memory is not None
         assert variant.memory.kv_cache_bytes == 11 * 128
+        batch, _, prefill, _, depth = variant.speed.rows
+        assert prefill.tpot_s is None
+        assert prefill.bytes_read_per_step is None
+        assert prefill.prefill_flops_share is not None
+        assert 0 < prefill.prefill_flops_share < 1
+        assert depth.bytes_read_per_step is not None
+        assert batch.bytes_read_per_step is not None
+        assert depth.bytes_read_per_step - batch.bytes_read_per_step == 16 * 128, "the deeper cache"
         assert variant.capacity is not None
         assert variant.capacity.measured_sequences == 2
         assert variant.quality is not None
@@ -215,7 +233,10 @@ def test_a_run_ends_with_a_verdict_an_exit_code_and_a_complete_report(
         }
     assert place.mlflow_status(finished.line["mlflow_run_id"]) == "FINISHED"
     files = {path.name for path in Path(finished.line["report"]).parent.iterdir()}
+    text = (Path(finished.line["report"]).parent / "report.md").read_text("utf-8")
+    assert "| int8 | tg4 @ d24 | measured" in text
     assert files >= {"report.json", "report.md", "recipe.yaml", "resolved-recipe.json", "stages.log"}
+    assert "speed.csv" in files
 
 
 def test_the_same_run_again_measures_nothing_and_says_the_same(
@@ -329,7 +350,7 @@ def test_a_stopped_run_reports_what_it_has_and_leaves_nothing_running(
     if len(signals) == 1:
         assert place.mlflow_status(stopped.line["mlflow_run_id"]) == "KILLED"
     else:  # the second Ctrl-C was for MLflow
-        assert stopped.line["tracked"] is False or stopped.line["mlflow_run_id"]
+        assert stopped.line.get("tracked") is False or stopped.line["mlflow_run_id"]
     assert "Traceback" not in told
 
 
@@ -367,7 +388,8 @@ def test_random_weights_where_one_variant_fails_and_another_is_added(place: Work
         variant = added.report.variant(name)
         assert variant is not None
         assert variant.speed is not None
-        assert [row.outcome for row in variant.speed.rows] == ["measured", "measured"]
+        assert [row.name for row in variant.speed.rows] == TESTS
+        assert {row.outcome for row in variant.speed.rows} == {"measured"}
         assert variant.quality is None
         assert variant.checkpoint is not None
         assert variant.checkpoint.weight_bytes_on_disk == 2 * 172_288

@@ -14,10 +14,10 @@ from pipeline.errors import CheckpointError, StageError
 from pipeline.footprint import kv_bytes, shape_facts
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
-from pipeline.recipe import Workload
-from pipeline.results import SourceRecord
+from pipeline.recipe import SpeedSpec, Workload
+from pipeline.results import SourceRecord, SpeedShape
 from pipeline.scripted_engine import ScriptedSession
-from pipeline.speed_stage import mean_kv_bytes, read_per_token_resident
+from pipeline.speed_stage import mean_kv_bytes, read_per_token_resident, timed_shapes
 from pipeline.stages import (
     CapacityRequest,
     QuantizeRequest,
@@ -250,20 +250,32 @@ def test_capacity_of_a_real_model_stays_within_its_budget(tmp_path: Path) -> Non
     assert (smaller.measured_sequences, smaller.predicted_sequences) == (0, 0)
 
 
+def shape(batch_size: int) -> SpeedShape:
+    return SpeedShape(batch_size=batch_size, prompt_tokens=16, new_tokens=4)
+
+
+def test_lengths_and_depths_are_timed_after_the_workload_s_batches_and_named_as_people_know_them() -> None:
+    workload = Workload(prompt_tokens=32, new_tokens=16)
+    spec = SpeedSpec(batch_sizes=(1, 8), prompt_tokens=(128, 2048), context_tokens=(4096,))
+    shapes = timed_shapes(spec, workload=workload)
+    assert [one.name for one in shapes] == ["pp32+tg16", "pp32+tg16", "pp128", "pp2048", "tg16 @ d4096"]
+    assert [one.batch_size for one in shapes] == [1, 8, 1, 1, 1]
+    assert [one.new_tokens for one in shapes] == [16, 16, 1, 1, 16]
+    assert timed_shapes(SpeedSpec(batch_sizes=(1, 8)), workload=workload) == shapes[:2]
+
+
 def test_a_speed_session_reports_what_it_holds_and_times_exact_lengths(tmp_path: Path) -> None:
-    session = SpeedSession(
-        SpeedRequest(checkpoint=runnable(write_llama(tmp_path / "tiny")), prompt_tokens=16, new_tokens=4)
-    )
+    session = SpeedSession(SpeedRequest(checkpoint=runnable(write_llama(tmp_path / "tiny"))))
     assert session.opened.compute_dtype == "float16"
     assert 112_512 <= session.opened.weight_bytes_resident < 113_000
-    result = session.run(batch_size=3, seed=1)
+    result = session.run(shape(3), seed=1)
     assert result.trace is not None
     assert result.memory is not None
     assert (result.trace.batch_size, result.trace.prompt_tokens, result.trace.produced_tokens) == (3, 16, 12)
     assert result.memory.kv_cache_bytes == 3 * 19 * 128
-    failed = session.run(batch_size=0, seed=1)  # a batch that can't be run is a result, and the next one runs
+    failed = session.run(shape(0), seed=1)  # a batch that can't be run is a result, and the next one runs
     assert failed.outcome == "failed"
-    assert session.run(batch_size=1, seed=2).outcome == "measured"
+    assert session.run(shape(1), seed=2).outcome == "measured"
 
 
 def test_a_model_whose_logits_are_not_finite_has_no_speed(tmp_path: Path) -> None:
@@ -273,8 +285,8 @@ def test_a_model_whose_logits_are_not_finite_has_no_speed(tmp_path: Path) -> Non
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][5] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    session = SpeedSession(SpeedRequest(checkpoint=runnable(folder), prompt_tokens=8, new_tokens=2))
-    result = session.run(batch_size=1, seed=0)
+    session = SpeedSession(SpeedRequest(checkpoint=runnable(folder)))
+    result = session.run(shape(1), seed=0)
     assert result.outcome == "failed"
     assert "not finite" in result.because
 
@@ -325,11 +337,12 @@ def test_weights_that_grow_at_load_are_read_at_the_size_they_have_in_memory() ->
         process_bytes_before_load=0,
         process_bytes_after_load=0,
         peak_load_bytes=0,
+        energy_source="energy not measured: scripted",
     )
     manifest = build.manifest("int4", weight_bytes_on_disk=400, weight_bytes_read_per_token=300)
     assert read_per_token_resident(opened, manifest) == 1200
 
 
 def test_a_decode_step_reads_the_cache_of_the_middle_step() -> None:
-    workload = Workload(prompt_tokens=100, new_tokens=9)
-    assert mean_kv_bytes(108 * 10, workload) == 1045
+    deep = SpeedShape(batch_size=1, prompt_tokens=100, new_tokens=9, test="depth")
+    assert mean_kv_bytes(108 * 10, deep) == 1045

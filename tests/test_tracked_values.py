@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.results import MetricScore, StageFailure
+from pipeline.results import CostResult, Distribution, MetricScore, StageFailure
 from pipeline.tracked_values import (
     TrackedMetric,
     legal_name,
@@ -63,6 +63,43 @@ def test_figures_by_batch_size_are_series_and_ratios_stand_beside_them() -> None
     assert values["vs_baseline.memory_fraction", 0] == 0.5
     assert values["capacity.measured_sequences", 0] == 20.0
     assert values["checkpoint.bits_per_weight", 0] == 8.0
+
+
+def test_energy_and_both_prices_are_sent_at_their_batch_size_and_a_missing_one_is_not() -> None:
+    row = build.speed_row(8, 160.0, joules_per_output_token=Distribution.of([0.4, 0.5, 0.9]))
+    price: dict[str, Any] = {
+        "dollars_per_hour": 2.0,
+        "batch_size": 8,
+        "dollars_per_million_output_tokens": 3.5,
+    }
+    both = CostResult(**price, input_batch_size=4, dollars_per_million_input_tokens=0.25)
+    for cost, input_price in ((both, {4: 0.25}), (CostResult(**price), {})):
+        variant = build.variant("int8", speed=build.speed("int8", [build.speed_row(1, 40.0), row]), cost=cost)
+        found: dict[str, dict[int, float]] = {}
+        for metric in variant_metrics(variant, baseline=None):
+            found.setdefault(metric.name, {})[metric.step] = metric.value
+        assert found["speed.joules_per_output_token"] == {8: 0.5}
+        assert found["cost.dollars_per_million_output_tokens"] == {8: 3.5}
+        assert found.get("cost.dollars_per_million_input_tokens", {}) == input_price
+
+
+def test_prompt_lengths_and_depths_have_names_of_their_own_and_stay_out_of_the_batches() -> None:
+    rows = [
+        build.speed_row(1, 40.0),
+        build.speed_row(1, None, tpot_s=None, prompt_tokens=512, new_tokens=1, test="prefill"),
+        build.speed_row(1, 20.0, prompt_tokens=4096, new_tokens=16, test="depth"),
+        build.speed_row(1, 99.0, prompt_tokens=8192, new_tokens=16, test="depth", outcome="void"),
+    ]
+    speed = build.speed("int8", rows, measured_break_even_batch=4.5, free_lunch_batch=4)
+    metrics = variant_metrics(build.variant("int8", speed=speed), baseline=None)
+    values = {metric.name: metric.value for metric in metrics}
+    assert values["speed.pp512_prefill_tokens_per_s"] == pytest.approx(128 / 0.21)
+    assert values["speed.pp512_ttft_s"] == 0.21
+    assert values["speed.tg16_d4096_tpot_s"] == 0.05
+    assert values["speed.tg16_d4096_decode_tokens_per_s"] == 20.0
+    assert not [name for name in values if "8192" in name or name == "speed.pp512_tpot_s"]
+    assert [m.value for m in metrics if m.name == "speed.decode_tokens_per_s"] == [40.0]
+    assert (values["speed.measured_break_even_batch"], values["speed.free_lunch_batch"]) == (4.5, 4.0)
 
 
 def test_the_baseline_has_no_ratio_to_itself() -> None:
