@@ -78,7 +78,7 @@ class DeviceFile(Value):
     bandwidth_bytes_per_s: Rate
     peak_flops_per_s: _Peaks = _Peaks()
     last_level_cache_bytes: Annotated[int, BeforeValidator(_whole), Field(gt=0, lt=2**63)] | None = None
-    dollars_per_hour: Annotated[float, Field(ge=1e-4, le=1e6)] | None = None
+    dollars_per_hour: Annotated[float, Field(gt=0, le=1e6)] | None = None
     source: Annotated[
         str,
         StringConstraints(strip_whitespace=True, min_length=1, max_length=500),

@@ -128,7 +128,7 @@ class QualitySpec(Value):
 class CostSpec(Value):
     """Price of the machine."""
 
-    dollars_per_hour: Annotated[float, Field(ge=1e-4, le=1e6)]
+    dollars_per_hour: Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Efficiency(Value):

@@ -347,7 +347,7 @@ def traffic(text: str) -> str:
     [
         (
             "requests_per_s: 0, prompt_tokens: 5, new_tokens: 5",
-            "traffic.requests_per_s: should be greater than 0",
+            "traffic.requests_per_s: should be greater than or equal to 0.0001",
         ),
         (
             "requests_per_s: 1, prompt_tokens: 0, new_tokens: 5",
@@ -366,7 +366,10 @@ def traffic(text: str) -> str:
         ("requests_per_s: 1, prompt_tokens: 5, new_tokens: {low: 2}", "the key 'distribution' is missing"),
         ("trace: a.csv, new_tokens: 5", "traffic.new_tokens: stands beside a trace"),
         ("trace: a.csv, targets: {}", "traffic.targets: holds no limit"),
-        ("trace: a.csv, targets: {ttft_s: 1, percentile: 100}", "percentile: should be less than 100"),
+        (
+            "trace: a.csv, targets: {ttft_s: 1, percentile: 100}",
+            "percentile: should be less than or equal to 99.9",
+        ),
         ("trace: a.csv, max_sequences: 64, max_batch_tokens: 32", "64 sequences decode a token each"),
         ("trace: a.csv, efficiency: {bandwidth: 1.5}", "should be less than or equal to 1; found 1.5"),
         ("trace: a.csv, target: {ttft_s: 1}", "traffic.target: unknown key; did you mean 'targets'?"),
