@@ -122,7 +122,7 @@ def _batching(setting: PlanSetting, variant: VariantPlan) -> tuple[Advice, ...]:
         "capacity": "memory holds no more",
         None: "what fits isn't known",
     }[variant.limited_by]
-    if setting.latency_limit_s is not None and variant.best_batch == free != _held(variant):
+    if setting.latency_limit_s is not None and variant.best_batch == free != variant.max_batch_paged:
         why = f"a step of more takes longer than {1e3 * setting.latency_limit_s:g} ms"
     return (
         Advice(
@@ -131,11 +131,6 @@ def _batching(setting: PlanSetting, variant: VariantPlan) -> tuple[Advice, ...]:
             text=f"{variant.name}: {at.batch_size} requests at once share each weight read ({why})",
         ),
     )
-
-
-def _held(variant: VariantPlan) -> int | None:
-    """Sequences of mean length that a paged cache holds."""
-    return variant.capacity.paged if variant.capacity else variant.max_batch
 
 
 def _quantization(baseline: VariantPlan, candidate: VariantPlan) -> Advice:

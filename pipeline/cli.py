@@ -23,9 +23,9 @@ EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or us
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code. A user's mistake is printed without a traceback."""
     _open_closed_streams()
-    options = _parse(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
     try:
+        options = _parse(arguments)
+        command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
     except PipelineError as error:
         from pipeline.provenance import redact

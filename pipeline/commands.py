@@ -196,7 +196,9 @@ def _page_file(page: Path) -> Path:
             parent = parent.parent
         nowhere = not parent.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"--html {page}: is no usable path ({error}); name a file such as plan.html") from None
+        raise UsageError(
+            f"--html {page}: is no usable path ({error}); name a file such as plan.html"
+        ) from None
     if taken or nowhere or not page.name:
         what = f"{parent} is no folder" if nowhere else "is no regular file"
         raise UsageError(f"--html {page}: {what}; name a file such as plan.html")

@@ -96,7 +96,9 @@ def _serving(setting: PlanSetting, roof: Roof, *, traffic: TrafficSpec, plan: Va
     if constant:
         mean_bytes = constant + growing * setting.mean_sequence_tokens
         sequences = min(sequences, max(1, math.floor(room / mean_bytes)))
-        longest = growing * traffic.block_tokens * math.ceil(setting.longest_request_tokens / traffic.block_tokens)
+        longest = (
+            growing * traffic.block_tokens * math.ceil(setting.longest_request_tokens / traffic.block_tokens)
+        )
         if longest + constant <= room:  # the longest request must fit beside the others' states
             sequences = min(sequences, math.floor((room - longest) / constant))
     if growing:

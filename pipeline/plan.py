@@ -178,7 +178,9 @@ def _setting_notes(setting: PlanSetting) -> list[str]:
     notes = []
     spec, memory = setting.recipe.capacity, setting.device.memory_bytes
     if setting.device.bandwidth_bytes_per_s is None:
-        notes.append("this machine's bandwidth and FLOP/s aren't known yet: run `python -m pipeline doctor` once")
+        notes.append(
+            "this machine's bandwidth and FLOP/s aren't known yet: run `python -m pipeline doctor` once"
+        )
     if spec and spec.memory_budget_bytes and spec.memory_budget_bytes > memory:
         notes.append(
             f"capacity.memory_budget_bytes is {spec.memory_budget_bytes / 1e9:.1f} GB, more than the device has: "

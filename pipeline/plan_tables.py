@@ -154,8 +154,7 @@ def _ending(variant: VariantPlan) -> str:
     if variant.limited_by == "compute":
         return f"arithmetic, at {shown(variant.compute_bound_batch, ',d')}"
     if variant.limited_by == "capacity":
-        held = variant.capacity.paged if variant.capacity else variant.max_batch
-        return f"memory, at {shown(held, ',d')}"
+        return f"memory, at {shown(variant.max_batch_paged, ',d')}"
     return "?"
 
 

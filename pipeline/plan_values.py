@@ -103,8 +103,9 @@ class VariantPlan(Value):
     `passes_per_answer` are forward passes for one request alone: the prefill, then one for each further
     token; `bytes_per_answer` is what they stream. `compute_bound_batch` is the batch at which a step at the
     workload's mean depth computes as long as it reads (None: the cache's reading outgrows the computing);
-    `limited_by` tells whether that or memory ends the batching first. `best_batch` is the largest batch
-    that a paged cache holds and the latency limit allows. `devices_to_hold` counts devices by memory
+    `limited_by` tells whether that or memory ends the batching first. `max_batch_paged` counts
+    sequences of the workload's full length in a paged cache; `best_batch` is the largest of them that keeps the
+    latency limit. `devices_to_hold` counts devices by memory
     alone, for weights and one sequence.
     """
 
@@ -127,6 +128,7 @@ class VariantPlan(Value):
     devices_to_hold: int | None
     max_batch: int | None
     max_batch_fp8_kv: int | None
+    max_batch_paged: int | None
     capacity: CapacityPlan | None
     arithmetic_type: str | None
     arithmetic_flops_per_s: float | None

@@ -137,7 +137,9 @@ def _newest_run(recipe: ExpandedRecipe, *, device: Device, store: Store) -> _Sto
 
 def _measured_part(recipe: dict[str, Any]) -> dict[str, Any]:
     """What speed and capacity depend on: prices, traffic, rules and tasks can change without a new run."""
-    return {name: recipe.get(name) for name in ("model", "baseline", "variants", "workload", "speed", "capacity")}
+    return {
+        name: recipe.get(name) for name in ("model", "baseline", "variants", "workload", "speed", "capacity")
+    }
 
 
 def _same_device(measured_on: Device, planned: Device) -> bool:

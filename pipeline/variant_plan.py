@@ -172,8 +172,7 @@ class _Variant:
         at_context = self.cache_bytes(setting.context_tokens)
         at_context_fp8 = self.cache_bytes(setting.context_tokens, element_bytes=FP8_BYTES)
         held = self.held(at_context)
-        paged = self.capacity_plan()
-        served = paged.paged if paged else held
+        served = self.held(self.cache_bytes(self.in_blocks(setting.prompt_tokens + setting.new_tokens)))
         ending = _ending(setting, roof, served)
         best = self.best_batch(roof, served)
         limits = self.limits(roof)
@@ -202,7 +201,8 @@ class _Variant:
             devices_to_hold=None if at_context is None else self.devices_to_hold(at_context),
             max_batch=held,
             max_batch_fp8_kv=self.held(at_context_fp8),
-            capacity=paged,
+            max_batch_paged=served,
+            capacity=self.capacity_plan(),
             passes_per_answer=setting.new_tokens,
             best_batch=best,
             compute_bound_batch=ending.compute_bound_batch,
@@ -229,15 +229,19 @@ class _Variant:
     def devices_to_hold(self, at_context: int) -> int:
         return math.ceil((self.weights.resident + at_context) / self.setting.budget_bytes)
 
+    def in_blocks(self, tokens: float) -> int:
+        """Tokens of the whole blocks that a sequence fills."""
+        return self.setting.block_tokens * math.ceil(tokens / self.setting.block_tokens)
+
     def capacity_plan(self) -> CapacityPlan | None:
         setting = self.setting
-        block, memory = setting.block_tokens, setting.device.memory_bytes
-        in_blocks = block * math.ceil(setting.mean_sequence_tokens / block)
-        whole, paged = self.cache_bytes(setting.context_tokens), self.cache_bytes(in_blocks)
+        memory = setting.device.memory_bytes
+        whole = self.cache_bytes(setting.context_tokens)
+        paged = self.cache_bytes(self.in_blocks(setting.mean_sequence_tokens))
         if not whole or not paged:
             return None
         return CapacityPlan(
-            block_tokens=block,
+            block_tokens=setting.block_tokens,
             mean_sequence_tokens=setting.mean_sequence_tokens,
             contiguous_without_headroom=self.held(whole, budget=memory) or 0,
             paged=self.held(paged) or 0,

@@ -84,6 +84,7 @@ def variant(name: str, *, precision: str = "bf16", copies: float = 1, **fields: 
         "devices_to_hold": -(-(size + cache) // BUDGET),
         "max_batch": held,
         "max_batch_fp8_kv": 2 * held,
+        "max_batch_paged": held,
         "capacity": CapacityPlan(
             block_tokens=16,
             mean_sequence_tokens=2048.0,
@@ -145,7 +146,14 @@ def unknown_device_plan() -> Plan:
     """Variants on a device of which only the memory is known, with a cache of unknown shape and no price."""
     nothing = (
         *("kv_bytes_per_token", "kv_bytes_at_context", "kv_bytes_at_context_fp8", "kv_budget_gain", "fits"),
-        *("devices_to_hold", "max_batch", "max_batch_fp8_kv", "capacity", "decode_ceiling_tokens_per_s"),
+        *(
+            "devices_to_hold",
+            "max_batch",
+            "max_batch_fp8_kv",
+            "max_batch_paged",
+            "capacity",
+            "decode_ceiling_tokens_per_s",
+        ),
         *(
             "tpot_floor_s",
             "prefill_ceiling_tokens_per_s",

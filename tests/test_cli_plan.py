@@ -64,7 +64,7 @@ def test_the_page_is_written_where_it_is_asked_for(recipe: Path, planned: Planne
     code, out, err = planned(recipe, "--html", page)
     assert code == 0
     assert f"page: {page}" in err
-    assert page.read_text("utf-8").startswith("<!doctype html>")
+    assert page.read_text("utf-8").lstrip().startswith("<!DOCTYPE html>")
     assert "tiny on l4" in out
 
 

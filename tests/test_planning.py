@@ -170,7 +170,9 @@ def test_traffic_prices_and_rules_can_change_without_a_new_run(
 ) -> None:
     path = recipe(tmp_path, model, RECIPE + TRAFFIC)
     folder = keep_run(store, path)
-    changed = RECIPE.replace("fraction: 0.9", "fraction: 0.5") + TRAFFIC.replace("requests_per_s: 1", "requests_per_s: 2")
+    changed = RECIPE.replace("fraction: 0.9", "fraction: 0.5") + TRAFFIC.replace(
+        "requests_per_s: 1", "requests_per_s: 2"
+    )
     path = recipe(tmp_path, model, changed + "cost: {dollars_per_hour: 1}\n")
     assert planned(path, store).measured_run == str(folder)
 
