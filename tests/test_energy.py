@@ -187,6 +187,7 @@ def row(*traces: GenerationTrace, new_tokens: int = 3) -> SpeedRow:
             read_bandwidth_bytes_per_s=None,
             sheet_bandwidth_bytes_per_s=None,
             matmul_flops_per_s=None,
+            fastest_flops_per_s=None,
             last_level_cache_bytes=None,
         ),
         peak_memory_bytes=None,

@@ -114,15 +114,18 @@ def test_a_worker_that_ends_well_without_a_result_has_failed(tmp_path: Path, lib
 
 
 def test_memory_that_the_system_refuses_is_out_of_memory(tmp_path: Path) -> None:
-    error = refused(tmp_path, vocab_size=2**40)
+    error = refused(tmp_path, vocab_size=2**31 - 1)
     assert error.reason == "out_of_memory"
     assert "DefaultCPUAllocator" in str(error)
 
 
-def test_a_bug_is_a_failure_in_its_own_words_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:
-    error = refused(tmp_path, hidden_act="no_such_function")
+def test_a_bug_is_a_failure_in_its_own_words_and_its_traceback_is_in_the_log(
+    tmp_path: Path, library: Library
+) -> None:
+    library("import pipeline.random_weights as broken; broken.write_random_checkpoint = None")
+    error = refused(tmp_path)
     assert error.reason == "failed"
-    assert "no_such_function" in str(error)
+    assert "TypeError: 'NoneType' object is not callable" in str(error)
     assert "Traceback" in (tmp_path / "log").read_text("utf-8")
 
 
