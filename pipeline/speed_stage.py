@@ -225,7 +225,7 @@ class _SpeedStage:
             warmup_s=timing.warmup_s,
             work=Work(
                 bytes_read_per_step=self._step_bytes(name, opened, timing),
-                prefill_flops=self._prefill_flops(shape),
+                prefill_flops=self._prefill_flops(name, shape),
             ),
             ceilings=Ceilings(
                 read_bandwidth_bytes_per_s=self.limits.read_bandwidth_bytes_per_s,
@@ -246,9 +246,14 @@ class _SpeedStage:
         weights_read = read_per_token_resident(opened, self.manifests[name])
         return weights_read + mean_kv_bytes(kv_bytes or 0, timing.shape)
 
-    def _prefill_flops(self, shape: SpeedShape) -> float | None:
-        """None where shapes or attention aren't known: a share of less than the whole work would mislead."""
+    def _prefill_flops(self, name: str, shape: SpeedShape) -> float | None:
+        """None where shapes or attention aren't known: a share of less than the whole work would mislead.
+
+        So would one of float FLOP/s where products are computed in INT8, which a GPU does twice as fast.
+        """
         if self.facts is None or self.facts.attention is None:
+            return None
+        if self.checkpoints[name].quantizer.integer_arithmetic:
             return None
         return shape.batch_size * prefill_flops(self.facts, shape.prompt_tokens)
 

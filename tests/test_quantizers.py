@@ -274,3 +274,7 @@ def test_fewer_bits_mean_fewer_bytes(written: Written) -> None:
     sixteen = size(Native(dtype="fp16"))
     for int8, int4 in ((EVERY[3], EVERY[4]), (EVERY[6], EVERY[7]), (EVERY[6], EVERY[8])):
         assert sixteen / 4 < size(int4) < size(int8) < sixteen < size(Native(dtype="fp32"))
+
+
+def test_only_llm_int8_multiplies_integers() -> None:
+    assert [quantizer for quantizer in EVERY if quantizer.integer_arithmetic] == [Bitsandbytes(type="int8")]
