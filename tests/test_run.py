@@ -114,6 +114,8 @@ class Workplace:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Jobs that a shell puts into the background are started with SIGINT ignored, and so are their children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
