@@ -6,6 +6,7 @@ bigger card costs money. Each comes with the gain that the roofline predicts, in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.data_sheet import DATA_SHEET, Device
@@ -38,6 +39,11 @@ def workload_class(share: float | None) -> WorkloadClass | None:
     )
 
 
+def first_that_fits(variants: Sequence[VariantPlan]) -> int:
+    """The place of the first variant that isn't known to be too large, which a workload is classed by; else 0."""
+    return next((place for place, one in enumerate(variants) if one.fits is not False), 0)
+
+
 def advice(
     setting: PlanSetting, variants: tuple[VariantPlan, ...], specs: tuple[VariantSpec, ...]
 ) -> tuple[Advice, ...]:
@@ -48,9 +54,8 @@ def advice(
     baseline = variants[0]
     if not baseline.decode_ceiling_tokens_per_s:
         return ()
-    first = next((one for one in variants if one.fits is not False), baseline)
     return (
-        *_batching(setting, first),
+        *_batching(setting, variants[first_that_fits(variants)]),
         *(_quantization(baseline, candidate) for candidate in variants[1:]),
         *_bigger_cards(setting, specs[0], baseline),
     )
@@ -93,19 +98,19 @@ class EveryWeight:
 
 
 def _what_if(setting: PlanSetting, change: str, *, before: Roof, after: Roof) -> WhatIf:
-    def gain(one: str) -> float:
-        times = [
-            {
-                "decode": roof.step_s(1, context_tokens=setting.depth_tokens),
-                "prefill": roof.prefill_s(setting.prompt_tokens),
-                "answer": roof.answer_s(setting.prompt_tokens, new_tokens=setting.new_tokens),
-            }[one]
-            for roof in (before, after)
-        ]
-        return times[0] / times[1]
+    decode, prefill, answer = (
+        slow_s / fast_s
+        for slow_s, fast_s in zip(_times_s(setting, before), _times_s(setting, after), strict=True)
+    )
+    return WhatIf(change=change, decode_gain=decode, prefill_gain=prefill, answer_gain=answer)
 
-    return WhatIf(
-        change=change, decode_gain=gain("decode"), prefill_gain=gain("prefill"), answer_gain=gain("answer")
+
+def _times_s(setting: PlanSetting, roof: Roof) -> tuple[float, float, float]:
+    """A decode step, the prefill and the whole answer of one request alone."""
+    return (
+        roof.step_s(1, context_tokens=setting.depth_tokens),
+        roof.prefill_s(setting.prompt_tokens),
+        roof.answer_s(setting.prompt_tokens, new_tokens=setting.new_tokens),
     )
 
 

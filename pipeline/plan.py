@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.advice import advice, prefill_share, what_ifs, workload_class
+from pipeline.advice import advice, first_that_fits, prefill_share, what_ifs, workload_class
 from pipeline.data_sheet import Device
 from pipeline.errors import RecipeError
 from pipeline.fleet_plan import planned_fleet
@@ -53,7 +53,7 @@ def make_plan(
     _check_lengths(loaded, setting)
     specs = recipe.ordered()
     variants = _variants(setting, measured_steps or {})
-    place = next((index for index, one in enumerate(variants) if one.fits is not False), 0)
+    place = first_that_fits(variants)
     planned_batch = _planned_batch(recipe, variants[place])
     share = prefill_share(setting, roof_of(setting, specs[place]), batch_size=planned_batch)
     return Plan(

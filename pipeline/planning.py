@@ -91,13 +91,21 @@ def _device(name: str, *, folder: Path, store: Store) -> Device:
     return with_measured(device, measured) if measured else device
 
 
-def _facts(loaded: LoadedRecipe, *, store: Store) -> ShapeFacts:
+def known_shapes(loaded: LoadedRecipe, *, store: Store) -> ShapeFacts | None:
+    """The shapes of the recipe's model, kept in the store; None where its architecture isn't on this machine."""
     architecture = read_config(loaded)
     if architecture is None:
-        raise PrerequisiteError(_no_architecture(loaded))
+        return None
     return cached_shape_facts(
         architecture.config, cache_folder=store.root / "shapes", source=architecture.source
     )
+
+
+def _facts(loaded: LoadedRecipe, *, store: Store) -> ShapeFacts:
+    facts = known_shapes(loaded, store=store)
+    if facts is None:
+        raise PrerequisiteError(_no_architecture(loaded))
+    return facts
 
 
 def _no_architecture(loaded: LoadedRecipe) -> str:

@@ -15,9 +15,10 @@ from typing import Literal, cast
 
 from pipeline.device_file import device_named
 from pipeline.engines.transformers import stored_dtype
-from pipeline.footprint import ShapeFacts, cached_shape_facts, kv_bytes, weight_bytes
+from pipeline.footprint import ShapeFacts, kv_bytes, weight_bytes
 from pipeline.hardware import Device
-from pipeline.model_source import hub_is_offline, read_config, source_problems
+from pipeline.model_source import hub_is_offline, source_problems
+from pipeline.planning import known_shapes
 from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, VariantSpec
 from pipeline.results import Problem
 from pipeline.store import Store
@@ -69,12 +70,7 @@ class Preflight:
 
 def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, store: Store) -> Preflight:
     """Look at everything; nothing is loaded, written or downloaded."""
-    architecture = read_config(loaded)
-    facts = None
-    if architecture is not None:
-        facts = cached_shape_facts(
-            architecture.config, cache_folder=store.root / "shapes", source=architecture.source
-        )
+    facts = known_shapes(loaded, store=store)
     request = quality_request(loaded, recipe)
     problems = [
         *_store_problems(store),

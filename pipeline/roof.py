@@ -131,10 +131,18 @@ class Roof:
 
     def bound(self, batch_size: int, *, context_tokens: int) -> Bound:
         """What takes longer in a decode step; reading where the peak is unknown."""
+        return self._bound_at(self.intensity(batch_size, context_tokens=context_tokens))
+
+    def _bound_at(self, intensity_flops_per_byte: float) -> Bound:
+        ridge = self._ridge
+        return "compute" if ridge is not None and intensity_flops_per_byte >= ridge else "memory"
+
+    @property
+    def _ridge(self) -> float | None:
+        """ops:byte, the intensity from which arithmetic takes longer; None without a known peak."""
         if self.peak_flops_per_s is None:
-            return "memory"
-        ridge = self.peak_flops_per_s / self.bandwidth_bytes_per_s
-        return "compute" if self.intensity(batch_size, context_tokens=context_tokens) >= ridge else "memory"
+            return None
+        return ops_per_byte(self.peak_flops_per_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
 
     def compute_bound_batch(self, *, context_tokens: int) -> int | None:
         """Smallest batch whose step computes as long as it reads; None where no batch does.
@@ -149,9 +157,9 @@ class Roof:
         Dense: ops:byte × bytes a weight ÷ 2. A mixture's batch touches more experts than one token does, so that
         the batch is searched for.
         """
-        if self.peak_flops_per_s is None:
+        ridge = self._ridge
+        if ridge is None:
             return None
-        ridge = ops_per_byte(self.peak_flops_per_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
         flops = self.block_flops + self.head_flops
         if not self.reads.experts:  # reads and FLOPs grow alike, so that the batch need not be whole
             return ridge * self.reads.bytes(1) / flops
@@ -187,10 +195,7 @@ class Roof:
 
     def prefill_bound(self, prompt_tokens: int) -> Bound:
         """What takes longer in the prefill of one prompt."""
-        if self.peak_flops_per_s is None:
-            return "memory"
-        ridge = self.peak_flops_per_s / self.bandwidth_bytes_per_s
-        return "compute" if self.prefill_intensity(prompt_tokens) >= ridge else "memory"
+        return self._bound_at(self.prefill_intensity(prompt_tokens))
 
     def answer_bytes(self, prompt_tokens: int, *, new_tokens: int) -> int:
         """Bytes streamed for one request alone: one pass over the prompt, one for each further token."""
