@@ -16,7 +16,8 @@ from typing import Literal, Protocol
 
 from pipeline.engines.base import SessionMemory
 from pipeline.measure import GenerationTrace, is_noisy
-from pipeline.results import Distribution, SpeedShape
+from pipeline.measured import Distribution
+from pipeline.speed_results import SpeedShape
 from pipeline.values import Value
 
 MAX_ROUNDS = 50

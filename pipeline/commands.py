@@ -30,10 +30,11 @@ from pipeline.processes import run_stage
 from pipeline.provenance import collect
 from pipeline.recipe import AnyRule, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
-from pipeline.results import DeviceSpeed, Report, VariantReport, VariantResults
+from pipeline.results import Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
 from pipeline.runner import RunState, prepare, run_stages
 from pipeline.speed_columns import speed_csv
+from pipeline.speed_results import DeviceSpeed
 from pipeline.stages import DeviceSpeedRequest
 from pipeline.store import Store, write_atomically
 from pipeline.tracking import TrackResult, track

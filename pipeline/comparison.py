@@ -16,17 +16,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from pipeline.results import (
-    Distribution,
-    MemoryResult,
-    QualityResult,
-    Sample,
-    SpeedResult,
-    SpeedRow,
-    TaskResult,
-    VariantResults,
-)
+from pipeline.measured import Distribution
+from pipeline.results import QualityResult, Sample, TaskResult, VariantResults
 from pipeline.roofline import PLAUSIBLE_SHARE
+from pipeline.speed_results import MemoryResult, SpeedResult, SpeedRow
 from pipeline.values import Value
 
 SAME_FOR_QUALITY = (

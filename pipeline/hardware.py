@@ -23,7 +23,7 @@ from typing import Any
 
 from pipeline.data_sheet import DATA_SHEET, HOST, Device, nearest_device, sheet_of
 from pipeline.errors import PrerequisiteError, UsageError
-from pipeline.results import DeviceSpeed, MachineState
+from pipeline.speed_results import DeviceSpeed, MachineState
 from pipeline.values import digest
 
 __all__ = [

@@ -23,8 +23,9 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from pipeline.engines.base import Session
-from pipeline.results import Distribution, SpeedRow, SpeedShape
+from pipeline.measured import Distribution
 from pipeline.roofline import PLAUSIBLE_SHARE, bandwidth_share, plausible
+from pipeline.speed_results import SpeedRow, SpeedShape
 from pipeline.values import Value
 
 Clock = Callable[[], float]

@@ -24,7 +24,8 @@ from pipeline.plan import make_plan
 from pipeline.plan_values import Plan
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, load_recipe
 from pipeline.reconciliation import reconcile
-from pipeline.results import DeviceSpeed, Report, SpeedRow, VariantReport
+from pipeline.results import Report, VariantReport
+from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.step_times import BatchTimes, MeasuredSteps, step_times_of_batches
 from pipeline.store import Store
 from pipeline.traffic import Request, read_trace

@@ -20,8 +20,8 @@ from typing import Any, Literal, Self
 
 from pipeline.alternation import TurnResult
 from pipeline.errors import StageError
-from pipeline.results import SpeedShape
-from pipeline.stages import Progress, SpeedOpened, SpeedRequest
+from pipeline.speed_results import SpeedShape
+from pipeline.stages import Progress, SpeedOpened, SpeedQuestion, SpeedRequest
 from pipeline.values import AnyValue, Value
 
 _Reason = Literal["failed", "out_of_memory"]
@@ -144,26 +144,39 @@ def run_stage(stage: str, request: Value, kind: type[AnyValue], *, log: Path, pr
         return kind.model_validate_json(result)
 
 
-class WorkerTurn(Worker):
-    """A variant loaded in its own process, run when it has the turn; see `alternation.Turn`."""
+class Conversation(Worker):
+    """A stage that stays loaded in its own process and answers questions, one at a time."""
 
-    def __init__(self, request: SpeedRequest, *, log: Path, progress: Progress) -> None:
-        super().__init__("speed", request, log=log)
+    def __init__(self, stage: str, request: Value, *, log: Path, progress: Progress) -> None:
+        """Returns once it is loaded; `opened` is what the stage tells of itself. Raises WorkerError."""
+        super().__init__(stage, request, log=log)
         try:
-            message = self.wait_for("opened", progress=progress)
+            self.opened_json = json.dumps(self.wait_for("opened", progress=progress)["opened"])
         except BaseException:
             self.__exit__()
             raise
-        self.opened = SpeedOpened.model_validate_json(json.dumps(message["opened"]))
+
+    def ask(self, question: Value, kind: type[AnyValue], *, progress: Progress) -> AnyValue:
+        """The answer to one question. Raises WorkerError when the worker ends instead."""
+        self.send(question.model_dump(mode="json"))
+        answer = self.wait_for("answer", progress=progress)["answer"]
+        return kind.model_validate_json(json.dumps(answer))
+
+
+class WorkerTurn(Conversation):
+    """A variant loaded in its own process, run when it has the turn; see `alternation.Turn`."""
+
+    def __init__(self, request: SpeedRequest, *, log: Path, progress: Progress) -> None:
+        super().__init__("speed", request, log=log, progress=progress)
+        self.opened = SpeedOpened.model_validate_json(self.opened_json)
 
     def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
         """One generation; a worker that dies gives a failed result."""
-        self.send({"shape": shape.model_dump(mode="json"), "seed": seed})
+        question = SpeedQuestion(shape=shape, seed=seed)
         try:
-            message = self.wait_for("turn", progress=lambda _: None)
+            return self.ask(question, TurnResult, progress=lambda _: None)
         except WorkerError as error:
             return TurnResult(outcome=error.reason, because=str(error))
-        return TurnResult.model_validate_json(json.dumps(message["turn"]))
 
 
 def _environment() -> dict[str, str]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from pipeline.capacity_results import CapacityResult
 from pipeline.plan_values import VariantPlan
-from pipeline.results import CapacityResult, Reconciliation, SpeedResult, SpeedRow, VariantResults
+from pipeline.results import Reconciliation, VariantResults
 from pipeline.roof import Bound
+from pipeline.speed_results import SpeedResult, SpeedRow
 
 HEADER = ("variant", "figure", "planned", "measured", "unit", "ratio", "because")
 TEXT_COLUMNS = ("figure", "unit", "because")

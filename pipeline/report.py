@@ -9,19 +9,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipeline.capacity_results import CapacityResult
 from pipeline.gate import judge_all
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
-from pipeline.results import (
-    CapacityResult,
-    DeviceSpeed,
-    Report,
-    SpeedRow,
-    TaskResult,
-    VariantReport,
-    VariantResults,
-)
+from pipeline.results import Report, TaskResult, VariantReport, VariantResults
 from pipeline.speed_columns import speed_markdown
+from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.speed_tables import length_tables, sweep_notes
 from pipeline.text_table import markdown_table, text_table
 

@@ -5,10 +5,12 @@ results = variant_results(state)
 
 from __future__ import annotations
 
+from pipeline.measured import StageFailure
 from pipeline.recipe import VariantSpec
-from pipeline.results import CostResult, SpeedResult, StageFailure, VariantResults
+from pipeline.results import CostResult, VariantResults
 from pipeline.roofline import dollars_per_million_tokens
 from pipeline.runner import RunState, failure
+from pipeline.speed_results import SpeedResult
 
 
 def variant_results(state: RunState) -> tuple[VariantResults, ...]:

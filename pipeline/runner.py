@@ -15,23 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from pipeline.capacity_results import CapacityResult
 from pipeline.checkpoint import read_manifest, verify
 from pipeline.errors import PipelineError, PrerequisiteError, StageError
 from pipeline.hardware import Device, detect, fingerprint
+from pipeline.measured import StageFailure
 from pipeline.model_source import read_config, source_record, trained_folder
 from pipeline.planning import MEASURED_DEVICE
 from pipeline.preflight import Preflight, preflight
 from pipeline.processes import WorkerError, run_stage
 from pipeline.progress import Progress, Step
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, VariantSpec
-from pipeline.results import (
-    CapacityResult,
-    CheckpointManifest,
-    QualityResult,
-    SourceRecord,
-    SpeedStageResult,
-    StageFailure,
-)
+from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
+from pipeline.speed_results import SpeedStageResult
 from pipeline.speed_stage import measure_speed
 from pipeline.stage_keys import capacity_key, quality_key, quantize_key, source_key, speed_key
 from pipeline.stages import (

@@ -72,9 +72,11 @@ class ScriptedSession(Session):
         self.calls.append("clock")
         return self._now_s
 
-    def prefill(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> list[int]:
-        """One token a sequence; takes the next of `prefill_s`."""
-        del new_tokens
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, chunk_tokens: int | None = None
+    ) -> list[int]:
+        """One token a sequence; takes the next of `prefill_s`, in chunks or not."""
+        del new_tokens, chunk_tokens
         self.calls.append("prefill")
         seconds = self._prefill_s[min(len(self.prompts), len(self._prefill_s) - 1)]
         batch = tuple(tuple(prompt) for prompt in prompts)

@@ -16,7 +16,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.results import Distribution, Report, SpeedResult, SpeedRow, VariantReport
+from pipeline.measured import Distribution
+from pipeline.results import Report, VariantReport
+from pipeline.speed_results import SpeedResult, SpeedRow
 from pipeline.text_table import markdown_table
 
 Cell = str | int | float | None

@@ -17,10 +17,12 @@ from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in
 from pipeline.footprint import ShapeFacts
 from pipeline.hardware import Device, available_memory_bytes, machine_state
 from pipeline.measure import Ceilings, Work, break_even_batch, free_lunch_batch, summarise
+from pipeline.measured import StageFailure
 from pipeline.processes import WorkerError, WorkerTurn, run_stage
 from pipeline.recipe import SpeedSpec, Workload
-from pipeline.results import (
-    CheckpointManifest,
+from pipeline.results import CheckpointManifest
+from pipeline.roof import prefill_flops
+from pipeline.speed_results import (
     DeviceSpeed,
     MachineState,
     MemoryResult,
@@ -28,9 +30,7 @@ from pipeline.results import (
     SpeedRow,
     SpeedShape,
     SpeedStageResult,
-    StageFailure,
 )
-from pipeline.roof import prefill_flops
 from pipeline.stages import DeviceSpeedRequest, Progress, RunnableCheckpoint, SpeedOpened, SpeedRequest
 
 _PROCESS_BYTES = 900_000_000

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pipeline.measure import FREE_STEP, SATURATED_GAIN
-from pipeline.results import Distribution, Report, SpeedResult, SpeedRow, SpeedTest
+from pipeline.measured import Distribution
+from pipeline.results import Report
+from pipeline.speed_results import SpeedResult, SpeedRow, SpeedTest
 from pipeline.text_table import markdown_table
 
 Figure = Callable[[SpeedRow], str]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.alternation import TurnResult
+from pipeline.capacity_results import CapacityProbe, CapacityResult
 from pipeline.checkpoint import build_manifest, check_earned_label, write_manifest
 from pipeline.energy import EnergyMeter, energy_meter, joules_of_work
 from pipeline.engines.base import Session
@@ -29,15 +30,8 @@ from pipeline.process_memory import (
 from pipeline.quality import QualityRequest, evaluate
 from pipeline.random_weights import write_random_checkpoint
 from pipeline.recipe import AnyEngine, AnyQuantizer
-from pipeline.results import (
-    CapacityProbe,
-    CapacityResult,
-    CheckpointManifest,
-    DeviceSpeed,
-    QualityResult,
-    SourceRecord,
-    SpeedShape,
-)
+from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
+from pipeline.speed_results import DeviceSpeed, SpeedShape
 from pipeline.values import Value
 
 Progress = Callable[[str], None]
@@ -78,6 +72,13 @@ class SpeedOpened(Value):
     process_bytes_after_load: int
     peak_load_bytes: int
     energy_source: str
+
+
+class SpeedQuestion(Value):
+    """One turn: which shape, with prompts from which seed."""
+
+    shape: SpeedShape
+    seed: int
 
 
 class CapacityRequest(Value):
@@ -163,6 +164,11 @@ class SpeedSession:
             peak_load_bytes=self._session.memory().peak_bytes,
             energy_source=self._meter.source,
         )
+
+    def answer(self, question: str) -> TurnResult:
+        """The same for a `SpeedQuestion` as JSON."""
+        asked = SpeedQuestion.model_validate_json(question)
+        return self.run(asked.shape, seed=asked.seed)
 
     def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
         """One timed generation with fresh prompts."""

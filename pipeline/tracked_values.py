@@ -19,7 +19,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
-from pipeline.results import Distribution, Report, SpeedResult, SpeedRow, VariantReport, VariantResults
+from pipeline.measured import Distribution
+from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.speed_results import SpeedResult, SpeedRow
 
 LONGEST_NAME = 250
 LONGEST_PARAM = 6000

@@ -2,9 +2,9 @@
 
     python -m pipeline.worker STAGE REQUEST RESULT PARENT_PID
 
-Standard output carries the protocol, one JSON object a line (`progress`, `failure`, and for the speed stage
-`opened` and `turn`); whatever libraries print goes to standard error. The speed stage stays alive and takes
-turns: it reads one JSON line (`{"shape": {"batch_size": 1, …}, "seed": 7}`) for each and ends at end of input.
+Standard output carries the protocol, one JSON object a line (`progress`, `failure`, and `opened` and `answer` of
+stages that stay alive); whatever libraries print goes to standard error. A stage that stays alive is loaded once,
+then reads one question a line as JSON, answers each, and ends at end of input.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     try:
         request = Path(request_path).read_text("utf-8")
         if stage == "speed":
-            _speed_turns(request, emit)
+            _converse(stage, request, emit)
         else:
             result = _run(stage, request, progress=_throttled(lambda text: emit("progress", text=text)))
             write_atomically(Path(result_path), result.to_json())
@@ -76,17 +76,19 @@ def _run(stage: str, request: str, *, progress: Callable[[str], None]) -> Value:
     return stages.device_speed(stages.DeviceSpeedRequest.model_validate_json(request), progress=progress)
 
 
-def _speed_turns(request: str, emit: Callable[..., None]) -> None:
-    from pipeline import stages
-    from pipeline.results import SpeedShape
-
-    session = stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
+def _converse(stage: str, request: str, emit: Callable[..., None]) -> None:
+    session = _opened(stage, request)
     emit("opened", opened=session.opened.model_dump(mode="json"))
     for line in sys.stdin:
-        wanted = json.loads(line)
-        shape = SpeedShape.model_validate_json(json.dumps(wanted["shape"]))
-        result = session.run(shape, seed=wanted["seed"])
-        emit("turn", turn=result.model_dump(mode="json"))
+        emit("answer", answer=session.answer(line).model_dump(mode="json"))
+
+
+def _opened(stage: str, request: str) -> Any:
+    """Something with the facts `opened` and a method that answers questions."""
+    from pipeline import stages
+
+    assert stage == "speed", stage
+    return stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
 
 
 def _take_over_stdout() -> TextIO:

@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.capacity_results import CapacityResult
+from pipeline.measured import Distribution
 from pipeline.results import (
-    CapacityResult,
     CheckpointManifest,
     Coverage,
-    DeviceSpeed,
-    Distribution,
     FileRecord,
-    MemoryResult,
     MetricScore,
     QualityResult,
     Report,
     Sample,
     SourceRecord,
-    SpeedResult,
-    SpeedRow,
     TaskResult,
     VariantReport,
     VariantResults,
 )
+from pipeline.speed_results import DeviceSpeed, MemoryResult, SpeedResult, SpeedRow
 
 PARAMETERS = 500_000_000
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0, "fp4": 0.5}

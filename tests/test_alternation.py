@@ -9,8 +9,8 @@ import pytest
 from pipeline.alternation import ShapeTiming, TimingPlan, TurnResult, drift_percent, time_in_turn
 from pipeline.energy import Unmetered
 from pipeline.measure import is_noisy
-from pipeline.results import SpeedShape, SpeedTest
 from pipeline.scripted_engine import ScriptedSession
+from pipeline.speed_results import SpeedShape, SpeedTest
 from pipeline.stages import take_turn
 
 

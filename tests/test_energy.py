@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.energy import Unmetered, energy_meter, joules_of_work, nvml_meter, rapl_meter
 from pipeline.measure import Ceilings, GenerationTrace, Work, summarise
-from pipeline.results import SpeedRow, SpeedShape
 from pipeline.scripted_engine import ScriptedSession
+from pipeline.speed_results import SpeedRow, SpeedShape
 from pipeline.stages import take_turn
 
 RANGE_UJ = 262_143_328_850

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.gate import dequantized_at_load, exit_code, judge, judge_all, label_order, overall
-from pipeline.results import Coverage, Finding, StageFailure, VariantResults, Verdict
+from pipeline.measured import StageFailure
+from pipeline.results import Coverage, Finding, VariantResults, Verdict
 from pipeline.rules.base import Rule
 from pipeline.rules.max_memory import MaxMemory
 from pipeline.rules.max_quality_drop import MaxQualityDrop

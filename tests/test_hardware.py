@@ -23,7 +23,7 @@ from pipeline.hardware import (
     throttle_reasons,
     with_measured,
 )
-from pipeline.results import DeviceSpeed
+from pipeline.speed_results import DeviceSpeed
 
 CPU = Device(
     name="Example CPU",

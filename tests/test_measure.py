@@ -20,8 +20,9 @@ from pipeline.measure import (
     summarise,
     time_generation,
 )
-from pipeline.results import Distribution, SpeedRow, SpeedShape
+from pipeline.measured import Distribution
 from pipeline.scripted_engine import ScriptedSession
+from pipeline.speed_results import SpeedRow, SpeedShape
 from pipeline.values import Value
 from tests import result_builders as build
 

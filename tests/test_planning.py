@@ -11,11 +11,12 @@ import pytest
 from pipeline.data_sheet import DATA_SHEET, Device
 from pipeline.errors import RecipeError
 from pipeline.hardware import detect, fingerprint
+from pipeline.measured import Distribution
 from pipeline.plan_text import plan_table
 from pipeline.plan_values import Plan
 from pipeline.planning import MEASURED_DEVICE, plan_recipe
 from pipeline.recipe import load_recipe
-from pipeline.results import DeviceSpeed, Distribution, SpeedRow
+from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.store import Store
 from tests import result_builders as results
 from tests.tiny_models import write_llama

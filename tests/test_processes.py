@@ -22,7 +22,7 @@ from pipeline.engines.transformers import Transformers
 from pipeline.errors import StageError
 from pipeline.processes import Worker, WorkerError, WorkerTurn, run_stage
 from pipeline.quantizers.native import Native
-from pipeline.results import SpeedShape
+from pipeline.speed_results import SpeedShape
 from pipeline.stages import RandomSource, RandomSourceRequest, RunnableCheckpoint, SpeedRequest
 from tests.tiny_models import write_llama
 

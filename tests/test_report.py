@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from pipeline.commands import write_report
+from pipeline.measured import StageFailure
 from pipeline.recipe import LoadedRecipe, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
-from pipeline.results import CostResult, Finding, Report, SpeedRow, StageFailure, VariantResults
+from pipeline.results import CostResult, Finding, Report, VariantResults
 from pipeline.speed_columns import speed_csv
+from pipeline.speed_results import SpeedRow
 from tests import result_builders as build
 
 RECIPE = """\

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from pipeline.measured import Distribution
 from pipeline.plugins import kinds, plugin_class, plugin_classes
-from pipeline.results import Distribution, Finding, VariantResults
+from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import Rule
 from pipeline.rules.max_memory import MaxMemory
 from pipeline.rules.max_ttft import MaxTtft

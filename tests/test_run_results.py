@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.results import CostResult, SpeedRow
+from pipeline.results import CostResult
 from pipeline.run_results import cost_of
+from pipeline.speed_results import SpeedRow
 from tests import result_builders as build
 
 

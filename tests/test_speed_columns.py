@@ -8,9 +8,11 @@ import statistics
 
 import pytest
 
+from pipeline.measured import Distribution
 from pipeline.report import markdown
-from pipeline.results import Distribution, Report, SpeedRow
+from pipeline.results import Report
 from pipeline.speed_columns import COLUMNS, speed_csv, speed_markdown
+from pipeline.speed_results import SpeedRow
 from tests import result_builders as build
 
 

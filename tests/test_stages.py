@@ -15,8 +15,9 @@ from pipeline.footprint import kv_bytes, shape_facts
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
 from pipeline.recipe import SpeedSpec, Workload
-from pipeline.results import SourceRecord, SpeedShape
+from pipeline.results import SourceRecord
 from pipeline.scripted_engine import ScriptedSession
+from pipeline.speed_results import SpeedShape
 from pipeline.speed_stage import mean_kv_bytes, read_per_token_resident, timed_shapes
 from pipeline.stages import (
     CapacityRequest,

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.capacity_results import CapacityResult
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.model_source import source_record
 from pipeline.quantizers.quanto import Quanto
 from pipeline.recipe import load_recipe
-from pipeline.results import CapacityResult, FileRecord, SourceRecord
+from pipeline.results import FileRecord, SourceRecord
 from pipeline.stage_keys import quantize_key
 from pipeline.store import Store, write_atomically
 from tests import result_builders as build

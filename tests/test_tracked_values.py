@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.results import CostResult, Distribution, MetricScore, StageFailure
+from pipeline.measured import Distribution, StageFailure
+from pipeline.results import CostResult, MetricScore
 from pipeline.tracked_values import (
     TrackedMetric,
     legal_name,

@@ -12,7 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pipeline.results import Finding, MetricScore, Report, StageFailure
+from pipeline.measured import StageFailure
+from pipeline.results import Finding, MetricScore, Report
 from pipeline.tracking import TrackResult, track
 from tests import result_builders as build
 

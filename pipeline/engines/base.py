@@ -1,4 +1,4 @@
-"""The contract of an engine: load a checkpoint, yield token steps. Engines never read a clock.
+"""The contract of an engine: load a checkpoint, yield token steps, static or continuous. Engines never read a clock.
 
 A new engine is one file `KIND.py` in this package with one subclass of `Engine`.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from pipeline.errors import StageError
 from pipeline.quantizers.base import Quantizer
 from pipeline.results import Problem
+from pipeline.scheduler import Serving
 from pipeline.values import Value
 
 
@@ -21,6 +24,67 @@ class SessionMemory(Value):
     kv_cache_bytes: int | None
     peak_bytes: int
     reserved_bytes: int | None
+
+
+class ServedStep(NamedTuple):
+    """What one step of continuous batching did.
+
+    `produced` names the requests that got a token, each once. `prefill_tokens` are prompt tokens that were
+    computed (recomputed ones of preempted requests included), `decode_sequences` the sequences that decoded,
+    `cached_tokens` the tokens that lay in the KV cache of all sequences of the step before it, `pairs` the
+    (query, key) pairs that attention must look at.
+    """
+
+    produced: tuple[int, ...]
+    prefill_tokens: int
+    decode_sequences: int
+    cached_tokens: int
+    pairs: int
+    preempted: int
+
+
+class ServingSession(ABC):
+    """Continuous batching over a paged KV cache: requests join and leave at every step. Never reads a clock.
+
+    `submit` any time, `step` as long as something is waiting or running.
+    """
+
+    execution: str
+    """How steps run, in words for the report."""
+
+    @abstractmethod
+    def submit(self, request: int, prompt: Sequence[int], *, new_tokens: int) -> None:
+        """Queue a request under a number of its own; it ends after exactly `new_tokens` tokens."""
+
+    @abstractmethod
+    def step(self) -> ServedStep | None:
+        """One step of whatever is waiting and running; None when nothing is."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when all queued work is done."""
+
+    @abstractmethod
+    def memory(self) -> SessionMemory:
+        """Bytes now and the peak since the last `reset_peak`; `kv_cache_bytes` is the whole paged pool."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Forget the peak of memory."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop every request and every cached prefix."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the paged cache; the weights stay with the session that this one came from."""
+
+    def __enter__(self) -> ServingSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Session(ABC):
@@ -36,8 +100,14 @@ class Session(ABC):
     """Prompts may hold ids 0 … vocabulary_tokens − 1 (the smaller of tokenizer and embedding)."""
 
     @abstractmethod
-    def prefill(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> list[int]:
-        """Process equally long prompts, return each sequence's first new token; room for `new_tokens`."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, chunk_tokens: int | None = None
+    ) -> list[int]:
+        """Process prompts, return each sequence's first new token; room for `new_tokens`.
+
+        Shorter prompts are padded on the left and masked, so that a batch may hold unequal ones. With
+        `chunk_tokens` the prompts go through the model in pieces of at most so many tokens a sequence.
+        """
 
     @abstractmethod
     def decode_step(self) -> list[int]:
@@ -58,6 +128,14 @@ class Session(ABC):
     @abstractmethod
     def release(self) -> None:
         """Drop the batch and its cache; the weights stay."""
+
+    def serving(self, limits: Serving, *, share_prefixes: bool) -> ServingSession:
+        """Continuous batching on the same weights, within `limits`; cached prefixes are reused if wanted.
+
+        Raises StageError when this engine has no continuous batching.
+        """
+        del limits, share_prefixes
+        raise StageError("this engine has no continuous batching")
 
     def __enter__(self) -> Session:
         return self

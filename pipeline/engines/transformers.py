@@ -76,8 +76,11 @@ class TransformersSession(Session):
         self._cache: Any = None
         self._last: torch.Tensor | None = None
 
-    def prefill(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> list[int]:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, chunk_tokens: int | None = None
+    ) -> list[int]:
         """Prompts [batch][tokens] → first tokens [batch]. Raises StageError when a logit isn't finite."""
+        del chunk_tokens
         import torch
         from transformers.cache_utils import DynamicCache, StaticCache
 

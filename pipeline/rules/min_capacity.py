@@ -10,8 +10,9 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipeline.capacity_results import CapacityResult
 from pipeline.comparison import UnmeasuredError
-from pipeline.results import CapacityResult, Finding, FindingOutcome, VariantResults
+from pipeline.results import Finding, FindingOutcome, VariantResults
 from pipeline.rules.base import ThresholdRule, exactly_one
 
 

@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from pipeline.comparison import UnmeasuredError, speed_of, usable_rate, usable_row
-from pipeline.results import Finding, FindingOutcome, SpeedRow, VariantResults
+from pipeline.results import Finding, FindingOutcome, VariantResults
 from pipeline.rules.base import ThresholdRule
+from pipeline.speed_results import SpeedRow
 
 
 class MinSpeedup(ThresholdRule):

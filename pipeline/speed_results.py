@@ -1,0 +1,136 @@
+"""What the speed stage measures: rows of shapes, memory, the device's limits. Units stand in the names.
+
+>>> SpeedShape(batch_size=1, prompt_tokens=4096, new_tokens=64, test="depth").name
+'tg64 @ d4096'
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.measured import Distribution, Outcome, StageFailure
+from pipeline.values import Value
+
+SpeedTest = Literal["batch", "prefill", "depth"]
+"""What a row is for: static batches of the workload, prompt lengths, or depths of context, both at batch 1."""
+
+
+class SpeedShape(Value):
+    """What one row of the speed stage runs: `batch_size` prompts of `prompt_tokens`, `new_tokens` for each."""
+
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
+    test: SpeedTest = "batch"
+
+    @property
+    def name(self) -> str:
+        """The test in llama-bench's words: pp512 (prefill), tg64 @ d4096 (decode at a depth), pp512+tg64 (both)."""
+        if self.test == "prefill":
+            return f"pp{self.prompt_tokens}"
+        if self.test == "depth":
+            return f"tg{self.new_tokens} @ d{self.prompt_tokens}"
+        return f"pp{self.prompt_tokens}+tg{self.new_tokens}"
+
+
+class SpeedRow(SpeedShape):
+    """One shape of one variant; rows exist for shapes that failed, too.
+
+    Prefill rates count prompt tokens only, decode rates count tokens after the first only.
+    `decode_tokens_per_s` is the aggregate of the batch, `..._per_request` one sequence's share of it.
+    `bandwidth_share` is of the measured bandwidth, `sheet_bandwidth_share` of the published one;
+    `prefill_flops_share` is the prompts' FLOPs ÷ TTFT ÷ the FLOP/s measured at the type of the arithmetic.
+    `joules_per_output_token` is the energy of a whole repeat, prefill and decode, ÷ the tokens it produced.
+    """
+
+    outcome: Outcome
+    because: str = ""
+    ttft_s: Distribution | None = None
+    tpot_s: Distribution | None = None
+    itl_p50_s: float | None = None
+    itl_p90_s: float | None = None
+    itl_p99_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    decode_tokens_per_s_per_request: float | None = None
+    produced_tokens: int | None = None
+    bytes_read_per_step: int | None = None
+    bandwidth_share: float | None = None
+    sheet_bandwidth_share: float | None = None
+    prefill_flops_share: float | None = None
+    peak_memory_bytes: int | None = None
+    warmup_s: tuple[float, ...] = ()
+    noisy: bool = False
+    joules_per_output_token: Distribution | None = None
+
+
+class MemoryResult(Value):
+    """Bytes of one loaded variant. Resident bytes sum live storages once each, inner tensors included."""
+
+    weight_bytes_on_disk: int
+    weight_bytes_resident: int
+    weight_bytes_read_per_token: int
+    kv_cache_bytes: int | None
+    peak_bytes: int
+    process_bytes_before_load: int
+    process_bytes_after_load: int
+    allocator_reserved_bytes: int | None = None
+
+
+class SpeedResult(Value):
+    """What the speed stage measured of one variant.
+
+    `measured_break_even_batch` is how many single streams the best batch is worth, `free_lunch_batch` up to which
+    batch a step costs next to nothing more; see `measure.break_even_batch` and `measure.free_lunch_batch`.
+    """
+
+    engine: str
+    device: str
+    compute_dtype: str
+    execution: str
+    rows: tuple[SpeedRow, ...]
+    memory: MemoryResult
+    drift_percent: float | None = None
+    measured_break_even_batch: float | None = None
+    free_lunch_batch: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def of(self, test: SpeedTest) -> tuple[SpeedRow, ...]:
+        """The rows of one test, in the recipe's order."""
+        return tuple(row for row in self.rows if row.test == test)
+
+    def row(self, batch_size: int) -> SpeedRow | None:
+        """The workload's row of one batch size, if it was asked for."""
+        return next((row for row in self.of("batch") if row.batch_size == batch_size), None)
+
+
+class DeviceSpeed(Value):
+    """Limits of the device measured in the same speed stage."""
+
+    read_bandwidth_bytes_per_s: float
+    matmul_flops_per_s: dict[str, float]
+
+
+class MachineState(Value):
+    """Clocks, load and throttling at one moment; None where the machine doesn't tell."""
+
+    cpu_frequency_mhz: float | None
+    load_average_1_minute: float | None
+    gpu_clock_mhz: int | None = None
+    gpu_memory_clock_mhz: int | None = None
+    gpu_temperature_celsius: int | None = None
+    gpu_power_w: float | None = None
+    gpu_throttled_by: tuple[str, ...] = ()
+
+
+class SpeedStageResult(Value):
+    """The speed stage over the whole set of variants; `failures` tells which variants have no result."""
+
+    device: DeviceSpeed
+    machine_before: MachineState
+    machine_after: MachineState
+    alternated: bool
+    variants: dict[str, SpeedResult]
+    failures: dict[str, StageFailure] = Field(default_factory=dict)
