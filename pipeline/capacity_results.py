@@ -1,4 +1,4 @@
-"""What the capacity stage measures: tries at holding sequences, and how many fit."""
+"""What the capacity stage measures: tries at holding sequences, how many fit, and what filled the memory."""
 
 from __future__ import annotations
 
@@ -7,34 +7,80 @@ from typing import Literal
 from pipeline.measured import Outcome
 from pipeline.values import Value
 
+Layout = Literal["contiguous", "paged"]
+"""Where keys and values of a sequence lie: in a piece, or in blocks of one pool."""
+
 
 class CapacityProbe(Value):
-    """One try at holding `sequences` sequences of full length at once, prefill and decode included."""
+    """One try at holding `sequences` sequences of full length at once, prefill and decode included.
+
+    `peak_bytes` is what counts against the budget, `kv_cache_bytes` the cache at the end (paged: the pool),
+    `reserve_bytes` what a GPU's allocator had reserved beyond the peak of its tensors.
+    """
 
     sequences: int
     outcome: Outcome
     because: str = ""
     peak_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    reserve_bytes: int | None = None
+
+
+class PeakPrediction(Value):
+    """Peak beside the weights, from shapes alone: `fixed_bytes` + sequences × `bytes_per_sequence`.
+
+    The latter is a sequence's KV cache and its activations.
+    """
+
+    fixed_bytes: int
+    bytes_per_sequence: int
+
+
+class MemorySplit(Value):
+    """What the memory was used for at the largest batch that ran.
+
+    `activation_bytes` is peak − weights − KV cache. Not in the peak: `reserve_bytes` (a GPU's allocator: reserved −
+    peak of its tensors) and `process_bytes` (resident set of the idle process, on a CPU without the weights).
+    """
+
+    sequences: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    activation_bytes: int
+    reserve_bytes: int | None
+    process_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """What counts against the budget."""
+        return self.weight_bytes + self.kv_cache_bytes + self.activation_bytes
 
 
 class CapacityResult(Value):
     """How many sequences of `context_tokens` fit at once into `budget_bytes`.
 
-    Predicted from resident weights and KV cache alone; measured by really running prefill and decode with
-    that many, activations included (on a CPU: resident weights + growth of the process over its idle state).
+    Measured by really running prefill and decode with that many, activations included (on a CPU: resident weights
+    + growth of the process over its idle state). Predicted from resident weights and `predicted_peak`; where that
+    isn't known, and for the paged layout, from weights and KV cache alone.
     `limited_by` says what ended the search; `peak_bytes_per_sequence` is what one more sequence took, its KV
-    cache and its activations, between the smallest and the largest batch that ran.
+    cache and its activations, between the smallest and the largest batch that ran. `paged` is the same for a paged
+    cache, where the recipe asks for it.
     """
 
+    layout: Layout = "contiguous"
     context_tokens: int
     budget_bytes: int
     budget_source: str
     weight_bytes_resident: int
-    kv_bytes_per_sequence: int
+    kv_bytes_per_sequence: int | None
     kv_bytes_per_sequence_predicted: int | None
+    predicted_peak: PeakPrediction | None = None
     predicted_sequences: int | None
     measured_sequences: int | None
     peak_bytes_per_sequence: float | None = None
+    memory: MemorySplit | None = None
     limited_by: Literal["memory", "ceiling", "failure"]
     because: str = ""
+    notes: tuple[str, ...] = ()
     probes: tuple[CapacityProbe, ...] = ()
+    paged: CapacityResult | None = None

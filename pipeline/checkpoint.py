@@ -55,7 +55,7 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "bitsandbytes", "optimum-quanto")
+MODEL_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "bitsandbytes", "optimum-quanto")
 
 
 class SourceFacts(Value):
@@ -178,7 +178,7 @@ def build_manifest(
         bits_per_block_weight=8 * sizes.blocks / covered.linear_weights if covered.linear_weights else 0.0,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
-        versions=installed_versions(_PACKAGES),
+        versions=installed_versions(MODEL_PACKAGES),
         notes=notes,
     )
 

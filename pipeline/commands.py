@@ -33,6 +33,7 @@ from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
 from pipeline.runner import RunState, prepare, run_stages
+from pipeline.serving_tables import serving_csv
 from pipeline.speed_columns import speed_csv
 from pipeline.speed_results import DeviceSpeed
 from pipeline.stages import DeviceSpeedRequest
@@ -126,6 +127,8 @@ def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
     )
     write_atomically(folder / "report.md", markdown(report))
     write_atomically(folder / "speed.csv", speed_csv(report))
+    if any(variant.serving for variant in report.variants):
+        write_atomically(folder / "serving.csv", serving_csv(report))
     write_atomically(folder / "report.json", report.to_json())
 
 

@@ -86,7 +86,6 @@ def model_layout(folder: Path) -> ModelLayout:
     Imports torch and transformers (seconds). Raises CheckpointError when transformers can't build the model.
     """
     from transformers import AutoConfig
-    from transformers.core_model_loading import revert_weight_conversion
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -99,6 +98,13 @@ def model_layout(folder: Path) -> ModelLayout:
         ) from error
     except PipelineError as error:
         raise CheckpointError(str(error)) from error
+    return layout_of(model)
+
+
+def layout_of(model: Any) -> ModelLayout:
+    """The same of a model that is built already, on the meta device or not."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     linear = {block.name: block.tensor for block in block_weights(model)}
     on_disk = revert_weight_conversion(model, dict(linear))
     names = {id(weight): name for name, weight in reversed(list(model.named_parameters()))}

@@ -92,12 +92,17 @@ def random_prompts(
 
 
 def time_generation(
-    session: Session, *, prompts: Sequence[Sequence[int]], new_tokens: int, clock: Clock
+    session: Session,
+    *,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    clock: Clock,
+    chunk_tokens: int | None = None,
 ) -> GenerationTrace:
-    """Run one batch to exactly `new_tokens` tokens a sequence and time every step."""
+    """Run one batch to exactly `new_tokens` tokens a sequence and time every step; a prefill in chunks is one."""
     session.synchronize()
     start = clock()
-    produced = [len(session.prefill(prompts, new_tokens=new_tokens))]
+    produced = [len(session.prefill(prompts, new_tokens=new_tokens, chunk_tokens=chunk_tokens))]
     session.synchronize()
     times = [clock() - start]
     for _ in range(new_tokens - 1):

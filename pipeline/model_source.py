@@ -105,8 +105,13 @@ def source_record(loaded: LoadedRecipe, folder: Path, *, store: Store) -> Source
         for path in names
     )
     # A hub snapshot's folder is named after the commit that a branch name stood for.
-    revision = model.revision if model.is_local or model.weights == "random" else folder.name
+    revision = model.revision if model.is_local else folder.name
     return SourceRecord(model=model.id, revision=revision, files=files)
+
+
+def random_source_record(loaded: LoadedRecipe) -> SourceRecord:
+    """The source of random weights: a name and no file."""
+    return SourceRecord(model=loaded.recipe.model.id, revision=loaded.recipe.model.revision, files=())
 
 
 def _hub_problems(model_id: str, revision: str | None) -> tuple[Problem, ...]:

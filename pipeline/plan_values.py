@@ -55,6 +55,15 @@ class BatchPlan(Value):
     dollars_per_million_output_tokens: float | None
 
 
+class LengthPlan(Value):
+    """A length of the recipe's speed section at batch 1: the shortest prefill, or the shortest step at that depth."""
+
+    test: Literal["prefill", "depth"]
+    prompt_tokens: int
+    floor_s: float
+    bound: Bound
+
+
 class CapacityPlan(Value):
     """Sequences that fit at once, beside `max_batch`, which reserves the whole context for each, with headroom.
 
@@ -145,6 +154,7 @@ class VariantPlan(Value):
     compute_bound_batch: int | None
     limited_by: Literal["compute", "capacity"] | None
     batches: tuple[BatchPlan, ...]
+    lengths: tuple[LengthPlan, ...] = ()
     best_batch: int | None
     dollars_per_million_output_tokens: float | None
     dollars_per_million_input_tokens: float | None

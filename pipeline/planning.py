@@ -166,7 +166,8 @@ def _measured_steps(report: Report) -> dict[str, MeasuredSteps]:
         rows = variant.speed.rows if variant.speed else ()
         with suppress(StageError):
             found[variant.name] = step_times_of_batches(
-                [_times(row) for row in rows if row.outcome == "measured"]
+                # A prefill in chunks is several steps: it tells nothing of one.
+                [_times(row) for row in rows if row.outcome == "measured" and row.chunk_tokens is None]
             )
     return found
 
@@ -200,7 +201,11 @@ def _beside(plan: Plan, last: _StoredRun, *, steps: Mapping[str, MeasuredSteps])
 
 
 def _fit_note(variant: VariantReport, fitted: MeasuredSteps) -> str:
-    rows = [row for row in (variant.speed.rows if variant.speed else ()) if row.outcome == "measured"]
+    rows = [
+        row
+        for row in (variant.speed.rows if variant.speed else ())
+        if row.outcome == "measured" and row.chunk_tokens is None
+    ]
     sizes = ", ".join(map(str, sorted({row.batch_size for row in rows})))
     prompts = ", ".join(map(str, sorted({row.prompt_tokens for row in rows})))
     return (

@@ -13,17 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from pipeline.capacity_probe import CapacityRequest, PagedCache
 from pipeline.device_file import device_named
 from pipeline.engines.transformers import stored_dtype
+from pipeline.errors import RecipeError
 from pipeline.footprint import ShapeFacts, kv_bytes, weight_bytes
 from pipeline.hardware import Device
 from pipeline.model_source import hub_is_offline, source_problems
 from pipeline.planning import known_shapes
-from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, VariantSpec
+from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, TrafficSpec, VariantSpec
 from pipeline.results import Problem
+from pipeline.serving_load import ServingLoad, serving_load
+from pipeline.stages import RunnableCheckpoint
 from pipeline.store import Store
 from pipeline.task_checks import check as check_tasks
 from pipeline.tasks import QualityRequest
+from pipeline.traffic import read_trace
 from pipeline.variant_plan import USABLE_MEMORY_SHARE, budget_bytes, compute_bytes, kv_element_bytes
 
 DEFAULT_DATA_FOLDER = ".assets/evals"
@@ -39,6 +44,7 @@ class Preflight:
     device: Device
     facts: ShapeFacts | None
     quality: QualityRequest | None
+    load: ServingLoad | None
     problems: tuple[Problem, ...]
 
     def message(self, recipe: str) -> str:
@@ -51,15 +57,41 @@ class Preflight:
 
     def capacity_budget(self, spec: CapacitySpec) -> tuple[int, str]:
         """Bytes a variant may use, and who said so."""
-        usable = f"{USABLE_MEMORY_SHARE:g} × memory of {self.device.name}"
-        source = "recipe" if spec.memory_budget_bytes else usable
-        return budget_bytes(self.recipe, device=self.device), source
+        budget, named = budget_bytes(self.recipe, device=self.device), spec.memory_budget_bytes
+        if named is None:
+            return budget, f"{USABLE_MEMORY_SHARE:g} × memory of {self.device.name}"
+        if budget < named:
+            return budget, f"memory of {self.device.name}: the recipe names {named / 1e9:.1f} GB, more than there is"
+        return budget, "recipe"
 
     def kv_bytes(self, context_tokens: int, *, variant: VariantSpec) -> int | None:
         """Predicted KV cache of one sequence; None where the architecture's cache isn't known."""
         if self.facts is None:
             return None
         return kv_bytes(self.facts, context_tokens, element_bytes=kv_element_bytes(variant))
+
+    def capacity_request(
+        self, spec: CapacitySpec, *, variant: VariantSpec, checkpoint: RunnableCheckpoint
+    ) -> CapacityRequest:
+        """What to search for; a paged cache takes blocks and steps of the traffic section, or its defaults."""
+        budget, source = self.capacity_budget(spec)
+        traffic = self.recipe.traffic or TrafficSpec()
+        in_blocks = traffic.block_tokens * -(-spec.context_tokens // traffic.block_tokens)
+        paged = PagedCache(
+            block_tokens=traffic.block_tokens,
+            max_batch_tokens=traffic.max_batch_tokens,
+            kv_bytes_per_sequence_predicted=self.kv_bytes(in_blocks, variant=variant),
+        )
+        return CapacityRequest(
+            checkpoint=checkpoint,
+            context_tokens=spec.context_tokens,
+            new_tokens=self.recipe.workload.new_tokens,
+            budget_bytes=budget,
+            budget_source=source,
+            max_sequences=spec.max_sequences,
+            kv_bytes_per_sequence_predicted=self.kv_bytes(spec.context_tokens, variant=variant),
+            paged=paged if "paged" in spec.layouts else None,
+        )
 
     def quality_dtype(self, spec: QualitySpec, *, folder: Path) -> ComputeType:
         """Arithmetic of the quality stage: the stored 16-bit type on CUDA, FP32 on a CPU (exact, and faster)."""
@@ -72,12 +104,15 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
     """Look at everything; nothing is loaded, written or downloaded."""
     facts = known_shapes(loaded, store=store)
     request = quality_request(loaded, recipe)
+    load, load_problems = _serving_load(loaded, recipe)
     problems = [
         *_store_problems(store),
         *_hardware_problems(loaded, recipe, device),
         *_plugin_problems(recipe, device),
         *source_problems(loaded),
+        *load_problems,
         *(_size_problems(recipe, device, facts, store=store) if facts else ()),
+        *(_serving_problems(load, facts) if load and facts else ()),
         *(_quality_problems(loaded, request) if request else ()),
     ]
     return Preflight(
@@ -85,6 +120,7 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
         device=device,
         facts=facts,
         quality=request,
+        load=load,
         problems=tuple({problem.what: problem for problem in problems}.values()),
     )
 
@@ -142,11 +178,11 @@ def _plugin_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem
 def _size_problems(
     recipe: ExpandedRecipe, device: Device, facts: ShapeFacts, *, store: Store
 ) -> Iterator[Problem]:
-    on_disk = 2 * facts.parameters if recipe.model.weights == "random" else 0
+    on_disk = 0
     tokens = recipe.workload.prompt_tokens + recipe.workload.new_tokens
     for variant in recipe.variants:
         weights = weight_bytes(facts, quantizer=variant.quantizer, compute_bytes=compute_bytes(variant))
-        on_disk += weights.on_disk
+        on_disk += weights.on_disk if recipe.model.weights == "trained" else 0  # random ones aren't stored
         cache = kv_bytes(facts, tokens, element_bytes=kv_element_bytes(variant)) or 0
         if weights.resident + cache > device.memory_bytes:
             yield Problem(
@@ -171,6 +207,36 @@ def _size_problems(
         yield Problem(
             what=f"{max(wrong.values())} tokens are longer than the model's limit of {limit}",
             fix=f"shorten {', '.join(wrong)}",
+        )
+
+
+def _serving_load(
+    loaded: LoadedRecipe, recipe: ExpandedRecipe
+) -> tuple[ServingLoad | None, tuple[Problem, ...]]:
+    """What is to be served; a trace that holds too little is a problem."""
+    spec, traffic = recipe.serving, recipe.traffic
+    if spec is None or traffic is None or traffic.trace is None:
+        return serving_load(recipe, trace=()), ()
+    try:
+        trace = read_trace(loaded.resolve(traffic.trace))
+    except RecipeError as error:
+        return None, (Problem(what=str(error), fix="mend the trace, or name another one in traffic.trace"),)
+    if len(trace) < spec.requests:
+        what = f"{traffic.trace} holds {len(trace)} requests; serving.requests asks for {spec.requests}"
+        return None, (
+            Problem(what=what, fix=f"set serving.requests to {len(trace)}, or take a longer trace"),
+        )
+    return serving_load(recipe, trace=trace), ()
+
+
+def _serving_problems(load: ServingLoad, facts: ShapeFacts) -> Iterator[Problem]:
+    limit = facts.context_tokens
+    if limit is not None and load.longest_tokens > limit:
+        yield Problem(
+            what=f"serving runs sequences of {load.longest_tokens} tokens (padding included), longer than the "
+            f"model's limit of {limit}",
+            fix="shorten the lengths of traffic or workload"
+            + (", or serving.prefix_tokens" if load.prefix_tokens else ""),
         )
 
 

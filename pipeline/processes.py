@@ -25,14 +25,16 @@ from pipeline.stages import Progress, SpeedOpened, SpeedQuestion, SpeedRequest
 from pipeline.values import AnyValue, Value
 
 _Reason = Literal["failed", "out_of_memory"]
+_BAD_ALLOC = b"std::bad_alloc"
+"""What C++ says on standard error before it aborts because an allocation was refused."""
 
 
 class WorkerError(StageError):
-    """A worker gave no result; `reason` says whether memory ran out."""
+    """A worker gave no result; `reason` says whether memory ran out, `by_signal` whether a signal ended it."""
 
-    def __init__(self, message: str, *, reason: _Reason) -> None:
+    def __init__(self, message: str, *, reason: _Reason, by_signal: bool = False) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.by_signal = reason, by_signal
 
 
 class Worker:
@@ -59,6 +61,7 @@ class Worker:
         with self._log.open("a", encoding="utf-8") as log_file:
             log_file.write(f"=== {stage}\n")
             log_file.flush()
+            self._log_start = log_file.tell()
             arguments = [stage, str(request_path), str(self.result_path), str(os.getpid())]
             return subprocess.Popen(
                 [sys.executable, "-m", "pipeline.worker", *arguments],
@@ -127,9 +130,22 @@ class Worker:
             return WorkerError(failure["message"], reason=failure["reason"])
         if status == -signal.SIGKILL:
             message = "the process was killed (signal 9): most likely the system ran out of memory"
-            return WorkerError(message, reason="out_of_memory")
+            return WorkerError(message, reason="out_of_memory", by_signal=True)
+        if status == -signal.SIGABRT and _BAD_ALLOC in self._last_words():
+            message = "the process was refused memory and gave up (std::bad_alloc)"
+            return WorkerError(message, reason="out_of_memory", by_signal=True)
         what = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return WorkerError(f"the process ended {what}; see {self._log}", reason="failed")
+        message = f"the process ended {what}; see {self._log}"
+        return WorkerError(message, reason="failed", by_signal=status < 0)
+
+    def _last_words(self) -> bytes:
+        """The end of what it wrote into the log."""
+        try:
+            with self._log.open("rb") as log_file:
+                log_file.seek(max(self._log_start, self._log.stat().st_size - 4096))
+                return log_file.read()
+        except OSError:
+            return b""
 
 
 def run_stage(stage: str, request: Value, kind: type[AnyValue], *, log: Path, progress: Progress) -> AnyValue:

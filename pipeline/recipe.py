@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from pipeline.capacity_results import Layout
 from pipeline.data_sheet import DATA_SHEET
 from pipeline.engines.base import Engine
 from pipeline.errors import RecipeError
@@ -89,13 +90,15 @@ class Workload(Value):
 class SpeedSpec(Value):
     """What the speed stage runs. A figure with a CV over `max_cv_percent` is measured again, then marked.
 
-    Beside the workload's static batches, at batch 1: prefill alone over `prompt_tokens`, and decode of the
-    workload's new tokens over `context_tokens`, depths that the prompt fills.
+    Beside the workload's static batches, at batch 1: prefill alone over `prompt_tokens`, whole and in pieces of
+    each of `prefill_chunk_tokens`, and decode of the workload's new tokens over `context_tokens`, depths that the
+    prompt fills.
     """
 
     engine: AnyEngine | None = None
     batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
     prompt_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
+    prefill_chunk_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     context_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     warmup: Annotated[int, Field(ge=1)] = 2
     repeats: Annotated[int, Field(ge=3)] = 5
@@ -112,12 +115,37 @@ class SpeedSpec(Value):
         return longest
 
 
+class ServingSpec(Value):
+    """Continuous batching beside static batches of the same requests, at each `concurrency`.
+
+    The first `requests` of `traffic`, within its `max_batch_tokens` and `block_tokens`, in a closed loop and as they
+    come; without `traffic` requests of the workload's lengths. `prefix_tokens` times prefill from a cached prefix.
+    """
+
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 4, 8)
+    requests: Annotated[int, Field(gt=0, le=100_000)] = 32
+    repeats: Annotated[int, Field(ge=3)] = 3
+    max_cv_percent: Annotated[float, Field(gt=0)] = 5.0
+    prefix_tokens: Positive | None = None
+
+
 class CapacitySpec(Value):
-    """How many sequences of `context_tokens` must be held; the budget defaults to 0.9 × the device's memory."""
+    """How many sequences of `context_tokens` must be held; the budget defaults to 0.9 × the device's memory.
+
+    `layouts` are those of the KV cache; the paged one takes `block_tokens` and `max_batch_tokens` of `traffic`.
+    """
 
     context_tokens: Annotated[int, Field(ge=4)]
     memory_budget_bytes: Positive | None = None
     max_sequences: Positive = 256
+    layouts: Annotated[tuple[Layout, ...], Field(min_length=1)] = ("contiguous",)
+
+    @field_validator("layouts")
+    @classmethod
+    def _judged_layout(cls, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        if "contiguous" not in layouts:
+            raise ValueError("lacks contiguous, which the gate judges; write [contiguous, paged]")
+        return layouts
 
 
 class QualitySpec(Value):
@@ -159,7 +187,7 @@ class Efficiency(Value):
 
 
 class TrafficSpec(Value):
-    """The requests to serve, for the fleet that `plan` simulates: drawn from distributions, or a trace file.
+    """The requests that `serving` and `plan`'s fleet serve: drawn from distributions, or a trace file.
 
     A device runs continuous batching with a paged KV cache: at most `max_sequences` at once, at most
     `max_batch_tokens` tokens a step, pages of `block_tokens`.
@@ -187,6 +215,7 @@ class Recipe(Value):
     hardware: Annotated[str, Field(min_length=1)] = "host"
     workload: Workload = Workload()
     speed: SpeedSpec | None = None
+    serving: ServingSpec | None = None
     capacity: CapacitySpec | None = None
     quality: QualitySpec | None = None
     cost: CostSpec | None = None
@@ -232,6 +261,7 @@ class ExpandedRecipe(Value):
     hardware: str
     workload: Workload
     speed: SpeedSpec | None
+    serving: ServingSpec | None
     capacity: CapacitySpec | None
     quality: QualitySpec | None
     cost: CostSpec | None

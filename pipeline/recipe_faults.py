@@ -196,7 +196,9 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_limit_faults(data),
         *_random_weight_faults(data),
         *_length_faults(data),
+        *_chunk_faults(data),
         *_traffic_faults(data),
+        *_serving_faults(data),
         *_repetition_faults(data),
     ]
     unread = {fault.path for fault in document.faults}
@@ -358,6 +360,22 @@ def _length_faults(data: dict[str, Any]) -> Found:
         yield ("capacity", "context_tokens"), message
 
 
+def _chunk_faults(data: dict[str, Any]) -> Found:
+    speed = data.get("speed")
+    block = speed if isinstance(speed, dict) else {}
+    chunks, prompts = block.get("prefill_chunk_tokens"), block.get("prompt_tokens")
+    if chunks is not None and prompts is None:
+        message = "cuts the prompts of speed.prompt_tokens, which the recipe doesn't have; add their lengths"
+        yield ("speed", "prefill_chunk_tokens"), message
+    longest = max((one for one in _list(prompts) if type(one) is int), default=None)
+    for index, chunk in enumerate(_list(chunks)):
+        if type(chunk) is int and longest is not None and chunk >= longest:
+            message = (
+                f"no prompt of speed.prompt_tokens is longer than {_shown(chunk)} tokens; make it smaller"
+            )
+            yield ("speed", "prefill_chunk_tokens", index), message
+
+
 def _traffic_faults(data: dict[str, Any]) -> Found:
     traffic = data.get("traffic")
     if not isinstance(traffic, dict):
@@ -383,23 +401,50 @@ def _traffic_faults(data: dict[str, Any]) -> Found:
         yield ("traffic", "targets"), "holds no limit; give ttft_s, tpot_s or both, in seconds"
 
 
+def _serving_faults(data: dict[str, Any]) -> Found:
+    serving, traffic = data.get("serving"), data.get("traffic")
+    if not isinstance(serving, dict):
+        return
+    limits = traffic if isinstance(traffic, dict) else {}
+    requests, sizes = serving.get("requests", 32), serving.get("concurrency", [1, 4, 8])
+    tokens, block = limits.get("max_batch_tokens", 2048), limits.get("block_tokens", 16)
+    for index, size in enumerate(sizes if isinstance(sizes, list) else ()):
+        path: KeyPath = ("serving", "concurrency", index) if "concurrency" in serving else ("serving",)
+        if _exceeds(size, requests):
+            yield path, f"{_shown(size)} are never under way at once of serving.requests: {_shown(requests)}"
+        elif _exceeds(size, tokens):
+            message = f"{_shown(size)} sequences decode a token each, more than a step's {_shown(tokens)}"
+            yield path, f"{message} (traffic.max_batch_tokens)"
+    prefix = serving.get("prefix_tokens")
+    if _exceeds(block, prefix):
+        message = f"{_shown(prefix)} tokens fill no block of {_shown(block)} (traffic.block_tokens)"
+        yield ("serving", "prefix_tokens"), f"{message}, and only whole blocks are reused"
+
+
+def _exceeds(value: Any, limit: Any) -> bool:
+    """Of whole numbers above 0; anything else is the schema's business."""
+    return type(value) is int and type(limit) is int and value > limit > 0
+
+
 _LISTS = (
     *(("speed", "batch_sizes"), ("speed", "prompt_tokens"), ("speed", "context_tokens")),
-    ("quality", "tasks"),
+    ("speed", "prefill_chunk_tokens"),
+    *(("serving", "concurrency"), ("quality", "tasks"), ("capacity", "layouts")),
 )
 
 
 def _repetition_faults(data: dict[str, Any]) -> Found:
     for section, field in _LISTS:
         block = data.get(section)
-        items = block.get(field) if isinstance(block, dict) else None
-        listed = items if isinstance(items, list) else []
+        listed = _list(block.get(field)) if isinstance(block, dict) else []
         for index, item in enumerate(listed):
             if item in listed[:index]:
                 yield (section, field, index), f"{_shown(item)} stands twice"
 
 
+def _list(items: Any) -> list[Any]:
+    return items if isinstance(items, list) else []
+
+
 def _dicts(items: Any) -> list[tuple[int, dict[str, Any]]]:
-    if not isinstance(items, list):
-        return []
-    return [(index, item) for index, item in enumerate(items) if isinstance(item, dict)]
+    return [(index, item) for index, item in enumerate(_list(items)) if isinstance(item, dict)]

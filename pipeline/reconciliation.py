@@ -1,7 +1,8 @@
 """Planned figures beside measured ones, each difference with its reason. Pure.
 
 A plan made from shapes and a measured one of the same variant must agree: exactly in bytes, to the achieved
-share in speed. What is off by more than a tenth says why, or that it is unexplained.
+share in speed. Bytes and capacity that are off by more than a twentieth, and speeds by more than a tenth, say why, or
+that it is unexplained.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pipeline.capacity_results import CapacityResult
-from pipeline.plan_values import VariantPlan
+from pipeline.plan_values import LengthPlan, VariantPlan
 from pipeline.results import Reconciliation, VariantResults
 from pipeline.roof import Bound
 from pipeline.speed_results import SpeedResult, SpeedRow
 
 HEADER = ("variant", "figure", "planned", "measured", "unit", "ratio", "because")
 TEXT_COLUMNS = ("figure", "unit", "because")
-TOLERANCE = 0.1
+BYTES_TOLERANCE, SPEED_TOLERANCE = 0.05, 0.1
 UNEXPLAINED = "unexplained"
 USUAL_SHARE = 0.2
 """Below the least share of a roof that published engines reach (docs/predictions.md)."""
@@ -45,72 +46,138 @@ def table_rows(variants: Iterable[tuple[str, tuple[Reconciliation, ...]]]) -> li
     ]
 
 
+def agrees(predicted: float, measured: float, *, tolerance: float = BYTES_TOLERANCE) -> bool:
+    """Whether a measured figure needs no reason."""
+    return bool(predicted) and abs(measured / predicted - 1) <= tolerance
+
+
+def capacity_reason(capacity: CapacityResult) -> str:
+    """Why the number of sequences differs from the predicted one; "" where they agree, to the sequence or to 5 %."""
+    predicted, held = capacity.predicted_sequences, capacity.measured_sequences
+    if predicted is None or held is None or abs(predicted - held) <= 1 or agrees(predicted, held):
+        return ""
+    if capacity.limited_by == "ceiling":
+        return "the search ended at its ceiling: more may fit"
+    peak, taken = capacity.predicted_peak, capacity.peak_bytes_per_sequence
+    if peak is None or taken is None:
+        return _activations_reason(capacity)
+    if agrees(peak.bytes_per_sequence, taken):
+        constant = _constant_bytes(capacity) / 1e6
+        return f"a sequence took what was predicted; {constant:.1f} MB more don't grow with the batch"
+    return f"a sequence took {taken / 1e6:.2f} MB at the peak, {peak.bytes_per_sequence / 1e6:.2f} MB were predicted"
+
+
 def _items(plan: VariantPlan, results: VariantResults) -> Iterator[Reconciliation]:
     if results.checkpoint:
-        yield _compared(
-            "weights on disk",
-            "MB",
-            plan.weight_bytes_on_disk,
-            results.checkpoint.weight_bytes_on_disk,
-            scale=1e6,
+        yield _bytes_compared(
+            "weights on disk", plan.weight_bytes_on_disk, results.checkpoint.weight_bytes_on_disk
         )
-    memory = results.loaded_memory
-    if memory:
-        yield _compared(
-            "weights resident", "MB", plan.weight_bytes_resident, memory.weight_bytes_resident, scale=1e6
-        )
+    holder = results.loaded_memory or results.capacity
+    if holder:
+        yield _bytes_compared("weights resident", plan.weight_bytes_resident, holder.weight_bytes_resident)
     if results.capacity:
         yield from _capacity(plan, results.capacity)
+        if results.capacity.paged:
+            yield from _predicted_capacity(results.capacity.paged)
     for row in results.speed.of("batch") if results.speed else ():
         if row.outcome == "measured":
             yield from _speed(plan, row)
     if results.speed:
+        yield from _lengths(plan, results.speed)
         yield from _break_even(plan, results.speed)
 
 
 def _compared(
-    figure: str, unit: str, predicted: float, measured: float, *, scale: float = 1, reason: str = UNEXPLAINED
+    figure: str,
+    unit: str,
+    predicted: float,
+    measured: float,
+    *,
+    scale: float = 1,
+    reason: str = UNEXPLAINED,
+    tolerance: float = SPEED_TOLERANCE,
 ) -> Reconciliation:
-    agrees = bool(predicted) and abs(measured / predicted - 1) <= TOLERANCE
     return Reconciliation(
         figure=figure,
         unit=unit,
         predicted=predicted / scale,
         measured=measured / scale,
-        because="" if agrees else reason,
+        because="" if agrees(predicted, measured, tolerance=tolerance) else reason,
     )
 
 
+def _bytes_compared(
+    figure: str, predicted: int, measured: float, *, reason: str = UNEXPLAINED
+) -> Reconciliation:
+    return _compared(figure, "MB", predicted, measured, scale=1e6, reason=reason, tolerance=BYTES_TOLERANCE)
+
+
 def _capacity(plan: VariantPlan, capacity: CapacityResult) -> Iterator[Reconciliation]:
-    if plan.kv_bytes_at_context:
-        yield _compared(
+    """The plan's figures, which know no activations, then the stage's own prediction, which does."""
+    if plan.kv_bytes_at_context and capacity.kv_bytes_per_sequence:
+        yield _bytes_compared(
             f"KV cache at {capacity.context_tokens} tokens",
-            "MB",
             plan.kv_bytes_at_context,
             capacity.kv_bytes_per_sequence,
-            scale=1e6,
         )
     if plan.max_batch and capacity.measured_sequences is not None:
+        at_ceiling = capacity.limited_by == "ceiling"
+        reason = (
+            "the search ended at its ceiling: more may fit" if at_ceiling else _activations_reason(capacity)
+        )
         yield _compared(
             "sequences at once",
             "",
             plan.max_batch,
             capacity.measured_sequences,
-            reason=_capacity_reason(capacity),
+            reason=reason,
+            tolerance=BYTES_TOLERANCE,
+        )
+    if capacity.predicted_peak:
+        yield from _predicted_capacity(capacity)
+
+
+def _predicted_capacity(capacity: CapacityResult) -> Iterator[Reconciliation]:
+    """What the stage predicted of itself, in the words of its layout."""
+    paged = capacity.layout == "paged"
+    if paged and capacity.kv_bytes_per_sequence and capacity.kv_bytes_per_sequence_predicted:
+        yield _bytes_compared(
+            "KV cache of a sequence, paged",
+            capacity.kv_bytes_per_sequence_predicted,
+            capacity.kv_bytes_per_sequence,
+        )
+    peak, taken = capacity.predicted_peak, capacity.peak_bytes_per_sequence
+    if peak and taken is not None:
+        yield _bytes_compared("a sequence at the peak", peak.bytes_per_sequence, taken)
+    if capacity.predicted_sequences and capacity.measured_sequences is not None:
+        yield Reconciliation(
+            figure="sequences at once, paged" if paged else "sequences at once, with activations",
+            unit="",
+            predicted=capacity.predicted_sequences,
+            measured=capacity.measured_sequences,
+            because=capacity_reason(capacity),
         )
 
 
-def _capacity_reason(capacity: CapacityResult) -> str:
-    if capacity.limited_by == "ceiling":
-        return "the search ended at its ceiling: more may fit"
-    taken = capacity.peak_bytes_per_sequence
-    if taken is None:
+def _activations_reason(capacity: CapacityResult) -> str:
+    """What was left out of a prediction by weights and KV cache."""
+    taken, cache = capacity.peak_bytes_per_sequence, capacity.kv_bytes_per_sequence
+    if taken is None or cache is None:
         return UNEXPLAINED
-    cache = capacity.kv_bytes_per_sequence
+    constant = _constant_bytes(capacity)
+    beside = f"; {constant / 1e6:.1f} MB beside them, whatever the batch" if constant > 0 else ""
     return (
         f"a sequence took {taken / 1e6:.2f} MB at the peak, {cache / 1e6:.2f} MB of it KV cache, "
-        "the rest activations"
+        f"the rest activations{beside}"
     )
+
+
+def _constant_bytes(capacity: CapacityResult) -> float:
+    """What the peak of the largest batch held that doesn't grow with it, weights excluded."""
+    split, taken = capacity.memory, capacity.peak_bytes_per_sequence
+    if split is None or taken is None:
+        return 0.0
+    return max(0.0, split.peak_bytes - split.weight_bytes - split.sequences * taken)
 
 
 def _speed(plan: VariantPlan, row: SpeedRow) -> Iterator[Reconciliation]:
@@ -135,6 +202,25 @@ def _speed(plan: VariantPlan, row: SpeedRow) -> Iterator[Reconciliation]:
             scale=1e-3,
             reason=_share_reason(share, bound=plan.prefill_bound, plan=plan),
         )
+
+
+def _lengths(plan: VariantPlan, speed: SpeedResult) -> Iterator[Reconciliation]:
+    """Prefill over prompt lengths and decode over depths, whole prompts at batch 1, beside their floors."""
+    floors: dict[tuple[str, int], LengthPlan] = {(one.test, one.prompt_tokens): one for one in plan.lengths}
+    for row in (*speed.of("prefill"), *speed.of("depth")):
+        floor = floors.get((row.test, row.prompt_tokens))
+        if floor is None or row.outcome != "measured" or row.chunk_tokens is not None:
+            continue
+        measured = row.ttft_s if row.test == "prefill" else row.tpot_s
+        if measured:
+            yield _compared(
+                f"{'TTFT' if row.test == 'prefill' else 'TPOT'} of {row.name}, at least",
+                "ms",
+                floor.floor_s,
+                measured.median,
+                scale=1e-3,
+                reason=_share_reason(floor.floor_s / measured.median, bound=floor.bound, plan=plan),
+            )
 
 
 def _break_even(plan: VariantPlan, speed: SpeedResult) -> Iterator[Reconciliation]:

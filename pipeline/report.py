@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.capacity_results import CapacityResult
+from pipeline.capacity_tables import capacity_markdown, capacity_notes
 from pipeline.gate import judge_all
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
 from pipeline.results import Report, TaskResult, VariantReport, VariantResults
+from pipeline.serving_tables import serving_markdown, serving_notes
 from pipeline.speed_columns import speed_markdown
 from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.speed_tables import length_tables, sweep_notes
@@ -237,6 +238,12 @@ def markdown(report: Report) -> str:
     if notes:
         parts += ["## Notes", "\n".join(notes)]
     parts += ["## Speed", _speed_markdown(report)]
+    served = serving_markdown(report)
+    if served:
+        parts += ["## Serving", served]
+    capacity = capacity_markdown(report)
+    if capacity:
+        parts += ["## Capacity", capacity]
     cost = _cost_markdown(report)
     if cost:
         parts += ["## Cost", cost]
@@ -260,12 +267,10 @@ def _notes(variant: VariantReport) -> list[str]:
         ]
         if variant.speed.drift_percent is not None:
             notes.append(f"baseline repeated at the end: {variant.speed.drift_percent:+.1f} % time a token")
+    if variant.serving:
+        notes += serving_notes(variant.serving)
     if variant.capacity:
-        notes.append(
-            f"capacity: {variant.capacity.measured_sequences} sequences of {variant.capacity.context_tokens} tokens in "
-            f"{variant.capacity.budget_bytes / 1e6:.0f} MB (predicted {variant.capacity.predicted_sequences}): "
-            f"{variant.capacity.because}{_reconciled(variant.capacity)}"
-        )
+        notes += capacity_notes(variant.capacity)
     if variant.quality:
         notes.append(
             f"quality computed in {variant.quality.compute_dtype} at batch size {variant.quality.batch_size}"
@@ -279,18 +284,6 @@ def _planned_markdown(report: Report) -> str:
     """What was planned from shapes and the device's measured limits, beside what came out."""
     rows = table_rows((variant.name, variant.planned) for variant in report.variants)
     return markdown_table(HEADER, rows, text_columns=TEXT_COLUMNS) if rows else ""
-
-
-def _reconciled(capacity: CapacityResult) -> str:
-    """Why the measured number differs from the one predicted from weights and KV cache alone."""
-    taken = capacity.peak_bytes_per_sequence
-    if taken is None:
-        return ""
-    cache = capacity.kv_bytes_per_sequence
-    return (
-        f"; one more sequence took {taken / 1e6:.2f} MB at the peak, {cache / 1e6:.2f} MB of it KV cache, "
-        "the rest activations"
-    )
 
 
 def _speed_markdown(report: Report) -> str:

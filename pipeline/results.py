@@ -15,6 +15,7 @@ from pydantic import Field
 
 from pipeline.capacity_results import CapacityResult
 from pipeline.measured import StageFailure
+from pipeline.serving_results import ServingCost, ServingResult
 from pipeline.speed_results import DeviceSpeed, MemoryResult, SpeedResult
 from pipeline.values import Value
 
@@ -75,6 +76,8 @@ class CheckpointManifest(Value):
     `weight_bytes_on_disk` sums the tensor data in the safetensors files (headers excluded);
     `weight_bytes_read_per_token` leaves out an untied embedding table, of which one row is read a token.
     `bits_per_weight` is 8 × weight bytes ÷ parameters, head, embedding, scales and zero-points included.
+    With a `random_seed` the weights are made from it when they are loaded and no tensor lies on disk: the same
+    figures then say what a file would hold.
     """
 
     format_version: Literal[1] = 1
@@ -91,6 +94,7 @@ class CheckpointManifest(Value):
     seconds: float
     peak_memory_bytes: int
     versions: dict[str, str]
+    random_seed: int | None = None
     notes: tuple[str, ...] = ()
 
     def content_digest(self) -> str:
@@ -174,7 +178,8 @@ class Finding(Value):
 
 
 class Reconciliation(Value):
-    """One planned figure beside the measured one; `because` explains a difference of more than 10 %.
+    """One planned figure beside the measured one; `because` explains a difference of more than 5 %
+    in bytes and sequences, 10 % in speed.
 
     `batch_size` is that of a decode rate, None for every other figure.
     """
@@ -198,7 +203,7 @@ class CostResult(Value):
     Output tokens at the measured decode rate of `batch_size`, input tokens at the measured prefill rate of
     `input_batch_size`, each at the batch size with the best rate; None where no such rate was measured.
     Input and output are priced apart because a prefill does a prompt's tokens at once, a decode step one
-    for each sequence.
+    for each sequence. `serving` holds prices at the rates of each measured row of the serving stage.
     """
 
     dollars_per_hour: float
@@ -206,6 +211,7 @@ class CostResult(Value):
     dollars_per_million_output_tokens: float | None
     input_batch_size: int | None = None
     dollars_per_million_input_tokens: float | None = None
+    serving: tuple[ServingCost, ...] = ()
 
 
 class VariantResults(Value):
@@ -219,6 +225,7 @@ class VariantResults(Value):
     checkpoint_folder: str | None = None
     speed: SpeedResult | None = None
     memory: MemoryResult | None = None
+    serving: ServingResult | None = None
     capacity: CapacityResult | None = None
     quality: QualityResult | None = None
     cost: CostResult | None = None

@@ -10,6 +10,8 @@ from pipeline.recipe import VariantSpec
 from pipeline.results import CostResult, VariantResults
 from pipeline.roofline import dollars_per_million_tokens
 from pipeline.runner import RunState, failure
+from pipeline.serving_results import ServingResult
+from pipeline.serving_summary import serving_costs
 from pipeline.speed_results import SpeedResult
 
 
@@ -23,6 +25,7 @@ def _variant_results(state: RunState, variant: VariantSpec) -> VariantResults:
     speed = state.speed.variants.get(name) if state.speed else None
     folder = state.checkpoints.get(name)
     price = state.recipe.cost.dollars_per_hour if state.recipe.cost else None
+    serving = state.serving.variants.get(name) if state.serving else None
     return VariantResults(
         name=name,
         precision=variant.quantizer.precision,
@@ -32,9 +35,10 @@ def _variant_results(state: RunState, variant: VariantSpec) -> VariantResults:
         checkpoint_folder=str(folder.resolve()) if folder else None,
         speed=speed,
         memory=speed.memory if speed else None,
+        serving=serving,
         capacity=state.capacity.get(name),
         quality=state.quality.get(name),
-        cost=cost_of(speed, dollars_per_hour=price),
+        cost=cost_of(speed, serving, dollars_per_hour=price),
         failures=tuple(state.failures.get(name, ())) + _unreached(state, name),
     )
 
@@ -47,6 +51,8 @@ def _unreached(state: RunState, name: str) -> tuple[StageFailure, ...]:
     has = {
         "quantize": name in state.manifests,
         "speed": state.recipe.speed is None or (state.speed is not None and name in state.speed.variants),
+        "serving": state.recipe.serving is None
+        or (state.serving is not None and name in state.serving.variants),
         "capacity": state.recipe.capacity is None or name in state.capacity,
         "quality": state.recipe.quality is None or name in state.quality,
     }
@@ -57,7 +63,9 @@ def _unreached(state: RunState, name: str) -> tuple[StageFailure, ...]:
     )
 
 
-def cost_of(speed: SpeedResult | None, *, dollars_per_hour: float | None) -> CostResult | None:
+def cost_of(
+    speed: SpeedResult | None, serving: ServingResult | None = None, *, dollars_per_hour: float | None
+) -> CostResult | None:
     """What a million tokens cost at the best measured rates of the workload; None without a price or any rate."""
     rows = [row for row in (speed.of("batch") if speed else ()) if row.outcome == "measured"]
     decode = max(
@@ -66,7 +74,8 @@ def cost_of(speed: SpeedResult | None, *, dollars_per_hour: float | None) -> Cos
     prefill = max(
         ((row.prefill_tokens_per_s, row.batch_size) for row in rows if row.prefill_tokens_per_s), default=None
     )
-    if dollars_per_hour is None or not (decode or prefill):
+    served = serving_costs(serving, dollars_per_hour=dollars_per_hour)
+    if dollars_per_hour is None or not (decode or prefill or served):
         return None
 
     def price(rate: tuple[float, int] | None) -> float | None:
@@ -78,4 +87,5 @@ def cost_of(speed: SpeedResult | None, *, dollars_per_hour: float | None) -> Cos
         dollars_per_million_output_tokens=price(decode),
         input_batch_size=prefill[1] if prefill else None,
         dollars_per_million_input_tokens=price(prefill),
+        serving=served,
     )

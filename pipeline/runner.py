@@ -12,30 +12,32 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypeVar
 
 from pipeline.capacity_results import CapacityResult
+from pipeline.capacity_stage import is_whole, measure_capacity
 from pipeline.checkpoint import read_manifest, verify
 from pipeline.errors import PipelineError, PrerequisiteError, StageError
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.measured import StageFailure
-from pipeline.model_source import read_config, source_record, trained_folder
+from pipeline.model_source import random_source_record, read_config, source_record, trained_folder
 from pipeline.planning import MEASURED_DEVICE
 from pipeline.preflight import Preflight, preflight
 from pipeline.processes import WorkerError, run_stage
-from pipeline.progress import Progress, Step
+from pipeline.progress import Progress
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, VariantSpec
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
+from pipeline.serving_results import ServingStageResult
+from pipeline.serving_stage import measure_serving
 from pipeline.speed_results import SpeedStageResult
 from pipeline.speed_stage import measure_speed
-from pipeline.stage_keys import capacity_key, quality_key, quantize_key, source_key, speed_key
+from pipeline.stage_keys import capacity_key, quality_key, quantize_key, random_key, serving_key, speed_key
 from pipeline.stages import (
-    CapacityRequest,
     QualityStageRequest,
     QuantizeRequest,
-    RandomSource,
-    RandomSourceRequest,
+    RandomVariantRequest,
     RunnableCheckpoint,
 )
 from pipeline.store import Store
@@ -58,6 +60,7 @@ class RunState:
     manifests: dict[str, CheckpointManifest] = field(default_factory=dict)
     checkpoints: dict[str, Path] = field(default_factory=dict)
     speed: SpeedStageResult | None = None
+    serving: ServingStageResult | None = None
     capacity: dict[str, CapacityResult] = field(default_factory=dict)
     quality: dict[str, QualityResult] = field(default_factory=dict)
     failures: dict[str, list[StageFailure]] = field(default_factory=dict)
@@ -111,9 +114,10 @@ def step_names(recipe: ExpandedRecipe) -> tuple[str, ...]:
     """The steps of a run, in order."""
     names = [variant.name for variant in recipe.ordered()]
     return (
-        "source",
+        *(["source"] if recipe.model.weights == "trained" else []),
         *(f"quantize {name}" for name in names),
         *(["speed"] if recipe.speed else []),
+        *(["serving"] if recipe.serving else []),
         *(f"capacity {name}" for name in names if recipe.capacity),
         *(f"quality {name}" for name in names if recipe.quality),
     )
@@ -122,13 +126,17 @@ def step_names(recipe: ExpandedRecipe) -> tuple[str, ...]:
 def run_stages(state: RunState) -> None:
     """Run every stage that the recipe asks for. An interruption is recorded in `state`, not raised."""
     try:
-        found = _source(state)
-        if found is None:
-            return
-        source_folder, source = found
-        for variant in state.recipe.ordered():
-            _quantize(state, variant, source_folder=source_folder, source=source)
+        if state.recipe.model.weights == "random":
+            for variant in state.recipe.ordered():
+                _random_variant(state, variant)
+        else:
+            found = _source(state)
+            if found is None:
+                return
+            for variant in state.recipe.ordered():
+                _quantize(state, variant, source_folder=found[0], source=found[1])
         _speed(state)
+        _serving(state)
         for variant in state.recipe.ordered():
             _capacity(state, variant)
         for variant in state.recipe.ordered():
@@ -155,15 +163,12 @@ def _run_folder(store: Store, loaded: LoadedRecipe) -> Path:
 
 
 def _source(state: RunState) -> tuple[Path, SourceRecord] | None:
-    """The folder of the weights; None when it could not be made, which fails every variant."""
+    """The folder of trained weights; None when there is none, which fails every variant."""
     with state.progress.step("source") as step:
         try:
-            if state.loaded.recipe.model.weights == "random":
-                folder = _random_source(state, step)
-            else:
-                step.begins()
-                step.tell("finding and hashing the weights")
-                folder = trained_folder(state.loaded)
+            step.begins()
+            step.tell("finding and hashing the weights")
+            folder = trained_folder(state.loaded)
             return folder, source_record(state.loaded, folder, store=state.store)
         except StageError as error:
             step.failed(str(error))
@@ -173,41 +178,50 @@ def _source(state: RunState) -> tuple[Path, SourceRecord] | None:
             return None
 
 
-def _random_source(state: RunState, step: Step) -> Path:
+def _random_variant(state: RunState, variant: VariantSpec) -> None:
     architecture = read_config(state.loaded)
     assert architecture is not None, "the preflight has read it"
-    seed = state.recipe.model.seed
-    folder = state.store.root / "sources" / source_key(config=architecture.config, seed=seed)
-    if folder.is_dir():
-        step.reused()
-        return folder
-    step.begins()
-    with state.store.new_folder(folder) as partial:
-        request = RandomSourceRequest(config=architecture.config, seed=seed, out=str(partial))
-        run_stage("source", request, RandomSource, log=state.log, progress=step.tell)
-    return folder
+    config, seed = architecture.config, state.recipe.model.seed
+    source = random_source_record(state.loaded)
+    key = random_key(config=config, seed=seed, source=source, quantizer=variant.quantizer)
+
+    def request(out: Path) -> RandomVariantRequest:
+        return RandomVariantRequest(
+            config=config, seed=seed, source=source, quantizer=variant.quantizer, out=str(out)
+        )
+
+    _checkpoint(state, variant, key=key, worker="random-weights", request=request)
 
 
 def _quantize(state: RunState, variant: VariantSpec, *, source_folder: Path, source: SourceRecord) -> None:
+    def request(out: Path) -> QuantizeRequest:
+        return QuantizeRequest(
+            source_folder=str(source_folder),
+            source=source,
+            quantizer=variant.quantizer,
+            device=state.device.kind,
+            out=str(out),
+        )
+
     key = quantize_key(source=source, quantizer=variant.quantizer)
+    _checkpoint(state, variant, key=key, worker="quantize", request=request)
+
+
+def _checkpoint(
+    state: RunState, variant: VariantSpec, *, key: str, worker: str, request: Callable[[Path], Value]
+) -> None:
+    """The variant's folder, from the store or made by a `worker` stage."""
     folder = state.store.checkpoint_folder(key)
 
     def make() -> CheckpointManifest:
         with state.store.new_folder(folder) as partial:
-            request = QuantizeRequest(
-                source_folder=str(source_folder),
-                source=source,
-                quantizer=variant.quantizer,
-                device=state.device.kind,
-                out=str(partial),
-            )
             return run_stage(
-                "quantize", request, CheckpointManifest, log=state.log, progress=state.progress.tell
+                worker, request(partial), CheckpointManifest, log=state.log, progress=state.progress.tell
             )
 
-    manifest = _stage(
-        state, "quantize", variant.name, stored=lambda: _intact(folder, store=state.store), make=make
-    )
+    stored = partial(_intact, folder, store=state.store)
+    step = f"quantize {variant.name}"
+    manifest = _stage(state, "quantize", [variant.name], step=step, stored=stored, make=make)
     if manifest:
         state.manifests[variant.name] = manifest
         state.checkpoints[variant.name] = folder
@@ -225,44 +239,18 @@ def _intact(folder: Path, *, store: Store) -> CheckpointManifest | None:
 
 def _speed(state: RunState) -> None:
     spec = state.recipe.speed
-    if spec is None:
+    if spec is None or not (members := _members(state, "speed")):
         return
-    members = [variant for variant in state.recipe.ordered() if variant.name in state.checkpoints]
-    for variant in state.recipe.variants:
-        if variant not in members:
-            state.fail(variant.name, _skipped("speed"))
-    if not members:
-        return
-    described = {
-        variant.name: (state.manifests[variant.name], variant.engine.model_dump(mode="json"))
-        for variant in members
-        if variant.engine
-    }
     key = speed_key(
         machine=state.machine,
         workload=state.recipe.workload,
         spec=spec,
-        variants=described,
+        variants=_described(state, members),
         baseline=state.recipe.baseline,
     )
-    with state.progress.step("speed") as step:
-        state.speed = state.store.get("speed", key, SpeedStageResult)
-        if state.speed:
-            step.reused()
-            state.reused.append("speed")
-        else:
-            _measure_speed(state, members, step=step, key=key)
-    for name, told in (state.speed.failures if state.speed else {}).items():
-        state.fail(name, told)
 
-
-def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, key: str) -> None:
-    start = time.monotonic()
-    spec = state.recipe.speed
-    assert spec is not None
-    step.begins()
-    try:
-        state.speed = measure_speed(
+    def measure() -> SpeedStageResult:
+        result = measure_speed(
             {variant.name: state.runnable(variant) for variant in members},
             manifests=state.manifests,
             facts=state.ready.facts,
@@ -271,40 +259,100 @@ def _measure_speed(state: RunState, members: list[VariantSpec], *, step: Step, k
             workload=state.recipe.workload,
             device=state.device,
             log=state.log,
-            progress=step.tell,
+            progress=state.progress.tell,
         )
-    except KeyboardInterrupt:
-        for variant in members:
-            state.fail(variant.name, _interrupted("speed"))
-        raise
-    except PipelineError as error:
-        step.failed(str(error))
-        for variant in members:
-            state.fail(variant.name, StageFailure(stage="speed", reason="failed", message=str(error)))
+        _keep(state, MEASURED_DEVICE, state.machine, result.device)
+        return result
+
+    state.speed = _stage_of_all(state, "speed", members, key=key, kind=SpeedStageResult, measure=measure)
+
+
+def _serving(state: RunState) -> None:
+    spec, load = state.recipe.serving, state.ready.load
+    if spec is None or load is None or not (members := _members(state, "serving")):
         return
-    _keep(state, MEASURED_DEVICE, state.machine, state.speed.device)
-    # A set with failures is measured again next time: what failed may have been mended.
-    if not state.speed.failures:
-        _keep(state, "speed", key, state.speed)
-        _remember_duration(state, "speed", time.monotonic() - start)
+    key = serving_key(machine=state.machine, load=load, spec=spec, variants=_described(state, members))
+
+    def measure() -> ServingStageResult:
+        return measure_serving(
+            {variant.name: state.runnable(variant) for variant in members},
+            manifests=state.manifests,
+            load=load,
+            spec=spec,
+            cache_bytes=sum(
+                2 * (state.ready.kv_bytes(load.most_cached_tokens, variant=variant) or 0)
+                for variant in members
+            ),
+            device=state.device,
+            log=state.log,
+            progress=state.progress.tell,
+        )
+
+    state.serving = _stage_of_all(
+        state, "serving", members, key=key, kind=ServingStageResult, measure=measure
+    )
+
+
+SetResult = TypeVar("SetResult", SpeedStageResult, ServingStageResult)
+
+
+def _members(state: RunState, stage: str) -> list[VariantSpec]:
+    """The variants that there is a checkpoint of; the others fail the stage."""
+    for variant in state.recipe.variants:
+        if variant.name not in state.checkpoints:
+            state.fail(variant.name, _skipped(stage))
+    return [variant for variant in state.recipe.ordered() if variant.name in state.checkpoints]
+
+
+def _described(
+    state: RunState, members: list[VariantSpec]
+) -> dict[str, tuple[CheckpointManifest, dict[str, Any]]]:
+    return {
+        variant.name: (state.manifests[variant.name], variant.engine.model_dump(mode="json"))
+        for variant in members
+        if variant.engine
+    }
+
+
+def _stage_of_all(
+    state: RunState,
+    stage: str,
+    members: list[VariantSpec],
+    *,
+    key: str,
+    kind: type[SetResult],
+    measure: Callable[[], SetResult],
+) -> SetResult | None:
+    """A stage over the set of variants, from the store or measured now; variants that failed are recorded."""
+
+    def make() -> SetResult:
+        result = measure()
+        # A set with failures is measured again next time: what failed may have been mended.
+        if not result.failures:
+            _keep(state, stage, key, result)
+        return result
+
+    names = [variant.name for variant in members]
+    stored = partial(state.store.get, stage, key, kind)
+    result = _stage(state, stage, names, step=stage, stored=stored, make=make)
+    for name, told in (result.failures if result else {}).items():
+        state.fail(name, told)
+    return result
 
 
 def _capacity(state: RunState, variant: VariantSpec) -> None:
     spec = state.recipe.capacity
     if spec is None or _skips(state, variant, "capacity"):
         return
-    budget, source = state.ready.capacity_budget(spec)
-    request = CapacityRequest(
-        checkpoint=state.runnable(variant),
-        context_tokens=spec.context_tokens,
-        new_tokens=state.recipe.workload.new_tokens,
-        budget_bytes=budget,
-        budget_source=source,
-        max_sequences=spec.max_sequences,
-        kv_bytes_per_sequence_predicted=state.ready.kv_bytes(spec.context_tokens, variant=variant),
-    )
+    request = state.ready.capacity_request(spec, variant=variant, checkpoint=state.runnable(variant))
     key = capacity_key(request, machine=state.machine, manifest=state.manifests[variant.name])
-    result = _stored_stage(state, "capacity", variant.name, key=key, request=request, kind=CapacityResult)
+
+    def measure() -> CapacityResult:
+        return measure_capacity(request, log=state.log, progress=state.progress.tell)
+
+    result = _stored_stage(
+        state, "capacity", variant.name, key=key, kind=CapacityResult, measure=measure, keeps=is_whole
+    )
     if result:
         state.capacity[variant.name] = result
 
@@ -324,51 +372,66 @@ def _quality(state: RunState, variant: VariantSpec) -> None:
         manifest=state.manifests[variant.name],
         inputs=inputs_digest(state.ready.quality),
     )
-    result = _stored_stage(state, "quality", variant.name, key=key, request=request, kind=QualityResult)
+
+    def measure() -> QualityResult:
+        return run_stage("quality", request, QualityResult, log=state.log, progress=state.progress.tell)
+
+    result = _stored_stage(state, "quality", variant.name, key=key, kind=QualityResult, measure=measure)
     if result:
         state.quality[variant.name] = result
 
 
 def _stored_stage(
-    state: RunState, stage: str, variant: str, *, key: str, request: Value, kind: type[AnyValue]
+    state: RunState,
+    stage: str,
+    variant: str,
+    *,
+    key: str,
+    kind: type[AnyValue],
+    measure: Callable[[], AnyValue],
+    keeps: Callable[[AnyValue], bool] = lambda _: True,
 ) -> AnyValue | None:
     def make() -> AnyValue:
-        result = run_stage(stage, request, kind, log=state.log, progress=state.progress.tell)
-        _keep(state, stage, key, result)
+        result = measure()
+        if keeps(result):
+            _keep(state, stage, key, result)
         return result
 
-    return _stage(state, stage, variant, stored=lambda: state.store.get(stage, key, kind), make=make)
+    stored = partial(state.store.get, stage, key, kind)
+    return _stage(state, stage, [variant], step=f"{stage} {variant}", stored=stored, make=make)
 
 
 def _stage(
     state: RunState,
     stage: str,
-    variant: str,
+    variants: list[str],
     *,
+    step: str,
     stored: Callable[[], AnyValue | None],
     make: Callable[[], AnyValue],
 ) -> AnyValue | None:
-    """The stored result, or a new one; a failure is recorded and gives None."""
-    name = f"{stage} {variant}"
+    """The stored result, or a new one; a failure is recorded for all `variants` and gives None."""
     start = time.monotonic()
-    with state.progress.step(name) as step:
+    with state.progress.step(step) as shown:
         found = stored()
         if found is not None:
-            step.reused()
-            state.reused.append(name)
+            shown.reused()
+            state.reused.append(step)
             return found
-        step.begins()
+        shown.begins()
         try:
             result = make()
         except KeyboardInterrupt:
-            state.fail(variant, _interrupted(stage))
+            for variant in variants:
+                state.fail(variant, _interrupted(stage))
             raise
         except PipelineError as error:
-            step.failed(str(error))
+            shown.failed(str(error))
             reason = error.reason if isinstance(error, WorkerError) else "failed"
-            state.fail(variant, failure(stage, reason, str(error)))
+            for variant in variants:
+                state.fail(variant, failure(stage, reason, str(error)))
             return None
-    _remember_duration(state, name, time.monotonic() - start)
+    _remember_duration(state, step, time.monotonic() - start)
     return result
 
 

@@ -26,8 +26,8 @@ class ScriptedSession(Session):
     `failure` is raised at decode step `fails_at_step` of every batch, counted from 1. A sequence ends after
     `ends_after_tokens` tokens, its first included, although more are asked for. Memory is
     `weight_bytes` and `kv_bytes_per_token` for every token held.
-    A prefill takes `s_per_prompt_token` for each of its tokens besides, a step `s_per_held_token` for each one
-    held. Holding more than `most_tokens` raises MemoryError.
+    A prefill takes `s_per_prompt_token` for each of its tokens and `s_per_chunk` for each piece besides, a step
+    `s_per_held_token` for each one held. Holding more than `most_tokens` raises MemoryError.
     """
 
     compute_dtype = "float32"
@@ -46,6 +46,7 @@ class ScriptedSession(Session):
         weight_bytes: int = 0,
         kv_bytes_per_token: int = 0,
         s_per_prompt_token: float = 0.0,
+        s_per_chunk: float = 0.0,
         s_per_held_token: float = 0.0,
         most_tokens: int | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class ScriptedSession(Session):
         self.held_tokens = 0
         self._prefill_s, self._step_s = tuple(prefill_s), tuple(step_s)
         self._s_per_prompt_token, self._s_per_held_token = s_per_prompt_token, s_per_held_token
+        self._s_per_chunk = s_per_chunk
         self._most_tokens = most_tokens
         self._play = play
         self._failure, self._fails_at_step = failure, fails_at_step
@@ -75,8 +77,8 @@ class ScriptedSession(Session):
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, chunk_tokens: int | None = None
     ) -> list[int]:
-        """One token a sequence; takes the next of `prefill_s`, in chunks or not."""
-        del new_tokens, chunk_tokens
+        """One token a sequence; takes the next of `prefill_s`."""
+        del new_tokens
         self.calls.append("prefill")
         seconds = self._prefill_s[min(len(self.prompts), len(self._prefill_s) - 1)]
         batch = tuple(tuple(prompt) for prompt in prompts)
@@ -85,7 +87,9 @@ class ScriptedSession(Session):
         self.prompts.append(batch)
         self.batch_size, self._steps = len(batch), 0
         self._hold(sum(len(prompt) for prompt in batch))
-        seconds += self._s_per_prompt_token * self.held_tokens
+        width = max(map(len, batch))
+        pieces = -(-width // (chunk_tokens or width))
+        seconds += self._s_per_prompt_token * self.held_tokens + self._s_per_chunk * pieces
         self._work(0.0 if free else seconds)
         return self._tokens()
 

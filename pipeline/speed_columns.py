@@ -162,6 +162,7 @@ COLUMNS = (
     Column("n_prompt", lambda shape: shape.row.prompt_tokens),
     Column("n_gen", lambda shape: shape.row.new_tokens),
     Column("n_depth", lambda shape: shape.row.prompt_tokens if shape.row.test == "depth" else 0),
+    Column("chunk_tokens", lambda shape: shape.row.chunk_tokens),
     Column("batch_size", lambda shape: shape.row.batch_size, heading="batch"),
     Column("outcome", lambda shape: shape.row.outcome, heading="outcome"),
     Column("pp_avg_ts", lambda shape: _mean(shape.prefill_rates)),

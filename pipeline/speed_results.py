@@ -18,18 +18,23 @@ SpeedTest = Literal["batch", "prefill", "depth"]
 
 
 class SpeedShape(Value):
-    """What one row of the speed stage runs: `batch_size` prompts of `prompt_tokens`, `new_tokens` for each."""
+    """What one row of the speed stage runs: `batch_size` prompts of `prompt_tokens`, `new_tokens` for each.
+
+    With `chunk_tokens` the prompts go through the model in pieces of at most so many tokens, None for whole ones.
+    """
 
     batch_size: int
     prompt_tokens: int
     new_tokens: int
     test: SpeedTest = "batch"
+    chunk_tokens: int | None = None
 
     @property
     def name(self) -> str:
         """The test in llama-bench's words: pp512 (prefill), tg64 @ d4096 (decode at a depth), pp512+tg64 (both)."""
         if self.test == "prefill":
-            return f"pp{self.prompt_tokens}"
+            chunks = f" in chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
+            return f"pp{self.prompt_tokens}{chunks}"
         if self.test == "depth":
             return f"tg{self.new_tokens} @ d{self.prompt_tokens}"
         return f"pp{self.prompt_tokens}+tg{self.new_tokens}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in_turn
-from pipeline.footprint import ShapeFacts
+from pipeline.footprint import ShapeFacts, WeightReads, weight_reads
 from pipeline.hardware import Device, available_memory_bytes, machine_state
 from pipeline.measure import Ceilings, Work, break_even_batch, free_lunch_batch, summarise
 from pipeline.measured import StageFailure
@@ -203,7 +203,12 @@ class _SpeedStage:
             compute_dtype=opened.compute_dtype,
             execution=opened.execution,
             rows=rows,
-            memory=_memory(opened, timings, manifest=self.manifests[name]),
+            memory=_memory(
+                opened,
+                timings,
+                manifest=self.manifests[name],
+                weights_read_bytes=self._weights_read(name, opened, tokens=1),
+            ),
             drift_percent=drift_percent(timings[0], again[0]) if again else None,
             measured_break_even_batch=break_even_batch(rows),
             free_lunch_batch=free_lunch_batch(rows),
@@ -243,8 +248,19 @@ class _SpeedStage:
         if timing.shape.new_tokens < 2:
             return None
         kv_bytes = timing.memory.kv_cache_bytes if timing.memory else None
-        weights_read = read_per_token_resident(opened, self.manifests[name])
+        weights_read = self._weights_read(name, opened, tokens=timing.shape.batch_size)
         return weights_read + mean_kv_bytes(kv_bytes or 0, timing.shape)
+
+    def _weights_read(self, name: str, opened: SpeedOpened, *, tokens: int) -> int:
+        """Of experts only those that `tokens` tokens touch; all of them where the shapes aren't known."""
+        share = 1.0
+        if self.facts is not None:
+            quantizer = self.checkpoints[name].quantizer
+            compute_bytes = 4 if opened.compute_dtype == "float32" else 2
+            share = touched_share(
+                weight_reads(self.facts, quantizer=quantizer, compute_bytes=compute_bytes), tokens=tokens
+            )
+        return round(share * read_per_token_resident(opened, self.manifests[name]))
 
     def _prefill_flops(self, name: str, shape: SpeedShape) -> float | None:
         """None where shapes or attention aren't known: a share of less than the whole work would mislead.
@@ -259,15 +275,19 @@ class _SpeedStage:
 
 
 def timed_shapes(spec: SpeedSpec, *, workload: Workload) -> tuple[SpeedShape, ...]:
-    """The workload's batches, then prompt lengths with one token each, then depths of context."""
+    """The workload's batches, then prompt lengths with one token each, then depths of context.
+
+    A prompt length that is longer than a chunk comes once more in such chunks, next to the whole one.
+    """
     prompt_tokens, new_tokens = workload.prompt_tokens, workload.new_tokens
     batches = [
         SpeedShape(batch_size=size, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         for size in spec.batch_sizes
     ]
     prefills = [
-        SpeedShape(batch_size=1, prompt_tokens=tokens, new_tokens=1, test="prefill")
+        SpeedShape(batch_size=1, prompt_tokens=tokens, new_tokens=1, test="prefill", chunk_tokens=chunk)
         for tokens in spec.prompt_tokens or ()
+        for chunk in (None, *(size for size in spec.prefill_chunk_tokens or () if size < tokens))
     ]
     depths = [
         SpeedShape(batch_size=1, prompt_tokens=tokens, new_tokens=new_tokens, test="depth")
@@ -277,13 +297,22 @@ def timed_shapes(spec: SpeedSpec, *, workload: Workload) -> tuple[SpeedShape, ..
 
 
 def read_per_token_resident(opened: SpeedOpened, manifest: CheckpointManifest) -> int:
-    """Weight bytes a decode step reads from memory: the checkpoint's share, at the size it has when loaded.
+    """Weight bytes a decode step reads, every expert included: the checkpoint's share, at the size it has when loaded.
 
     An engine that expands weights on loading reads more than the file holds.
     """
     return round(
         opened.weight_bytes_resident * manifest.weight_bytes_read_per_token / manifest.weight_bytes_on_disk
     )
+
+
+def touched_share(reads: WeightReads, *, tokens: int) -> float:
+    """Of the weights that a step over very many tokens reads, those that one over `tokens` does: 1 without experts.
+
+    Both at the format's sizes; see `WeightReads.bytes` for which experts are touched.
+    """
+    every = reads.dense_bytes + sum(expert.count * expert.bytes_each for expert in reads.experts)
+    return reads.bytes(tokens) / every
 
 
 def mean_kv_bytes(kv_bytes_at_end: int, shape: SpeedShape) -> int:
@@ -293,13 +322,19 @@ def mean_kv_bytes(kv_bytes_at_end: int, shape: SpeedShape) -> int:
     return round(kv_bytes_at_end * middle / end)
 
 
-def _memory(opened: SpeedOpened, timings: list[ShapeTiming], *, manifest: CheckpointManifest) -> MemoryResult:
+def _memory(
+    opened: SpeedOpened,
+    timings: list[ShapeTiming],
+    *,
+    manifest: CheckpointManifest,
+    weights_read_bytes: int,
+) -> MemoryResult:
     measured = [timing.memory for timing in timings if timing.memory]
     reserved = [memory.reserved_bytes for memory in measured if memory.reserved_bytes is not None]
     return MemoryResult(
         weight_bytes_on_disk=manifest.weight_bytes_on_disk,
         weight_bytes_resident=opened.weight_bytes_resident,
-        weight_bytes_read_per_token=read_per_token_resident(opened, manifest),
+        weight_bytes_read_per_token=weights_read_bytes,
         kv_cache_bytes=measured[0].kv_cache_bytes if measured else None,
         peak_bytes=max([opened.peak_load_bytes, *(memory.peak_bytes for memory in measured)]),
         process_bytes_before_load=opened.process_bytes_before_load,

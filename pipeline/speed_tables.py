@@ -1,7 +1,8 @@
 """Prefill over prompt lengths, decode over depths of context, and what the batch sweep shows, as Markdown.
 
 The workload's batches have a table of their own (`speed_columns`); these rows ran at batch 1 and are named as
-llama-bench names them: pp512 is a prefill of 512 tokens, tg64 @ d4096 are 64 tokens decoded at a depth of 4096.
+llama-bench names them: pp512 is a prefill of 512 tokens (in chunks of 256: in two pieces over the cache), tg64 @ d4096
+are 64 tokens decoded at a depth of 4096.
 
     print(length_tables(report))
 """
@@ -22,7 +23,7 @@ Figure = Callable[[SpeedRow], str]
 def length_tables(report: Report) -> str:
     """Both tables under their headings; one that nothing was measured for is left out."""
     tables = (
-        ("Prefill by prompt length", _table(report, "prefill", _prefill_figures())),
+        ("Prefill by prompt length", _table(report, "prefill", _prefill_figures(report))),
         ("Decode by depth of context", _table(report, "depth", _depth_figures(report))),
     )
     return "\n\n".join(f"### {heading}\n\n{table}" for heading, table in tables if table)
@@ -46,13 +47,17 @@ def sweep_notes(speed: SpeedResult) -> list[str]:
     ]
 
 
-def _prefill_figures() -> dict[str, Figure]:
-    return {
+def _prefill_figures(report: Report) -> dict[str, Figure]:
+    """Peak memory is what chunks are for: it stands beside the whole prefill's where there are any."""
+    figures: dict[str, Figure] = {
         "tok/s": lambda row: _cell(row.prefill_tokens_per_s, ".1f"),
         "TTFT ms": lambda row: _cell(_milliseconds(row.ttft_s), ".1f"),
         "CV %": lambda row: _cell(_spread_percent(row.ttft_s), ".1f"),
         "FLOP/s share": lambda row: _cell(row.prefill_flops_share, ".2f"),
     }
+    if any(row.chunk_tokens for _, row in _rows(report, "prefill")):
+        figures["peak MB"] = lambda row: _cell(_megabytes(row.peak_memory_bytes), ".1f")
+    return figures
 
 
 def _depth_figures(report: Report) -> dict[str, Figure]:

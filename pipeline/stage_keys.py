@@ -14,23 +14,46 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.capacity_probe import CapacityRequest
 from pipeline.packages import installed_versions
 from pipeline.quantizers.base import Quantizer
-from pipeline.recipe import SpeedSpec, Workload
+from pipeline.recipe import ServingSpec, SpeedSpec, Workload
 from pipeline.results import CheckpointManifest, SourceRecord
-from pipeline.stages import CapacityRequest, QualityStageRequest
+from pipeline.serving_load import ServingLoad
+from pipeline.stages import QualityStageRequest
 from pipeline.values import digest
 
 _MODEL_PACKAGES = ("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors")
-_RUNNING = ("engines", "quantizers", "weights.py", "live_tensors.py", "process_memory.py", "stages.py")
+_RUNNING = (
+    *("engines", "quantizers", "weights.py", "random_weights.py", "meta_model.py"),
+    *("live_tensors.py", "process_memory.py", "device_runtime.py", "stages.py"),
+)
 _CODE = {
-    "source": ("random_weights.py",),
+    "random-weights": (
+        *("random_weights.py", "meta_model.py", "block_weights.py"),
+        *("checkpoint.py", "coverage.py", "weights.py", "quantizers"),
+    ),
     "quantize": ("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "quantizers"),
     "speed": (
         *(*_RUNNING, "measure.py", "alternation.py", "speed_stage.py", "hardware.py", "roofline.py"),
-        *("roof.py", "architecture.py", "attention_span.py", "parameter_parts.py", "energy.py"),
+        *(
+            "roof.py",
+            "footprint.py",
+            "architecture.py",
+            "attention_span.py",
+            "parameter_parts.py",
+            "energy.py",
+        ),
     ),
-    "capacity": (*_RUNNING, "measure.py"),
+    "serving": (
+        *(*_RUNNING, "paged_session.py", "serving_load.py", "serving_measure.py"),
+        *("serving_summary.py", "serving_turns.py", "serving_stage.py", "side_by_side.py"),
+        *("simulation.py", "step_times.py"),
+    ),
+    "capacity": (
+        *(*_RUNNING, "measure.py", "activations.py", "capacity_probe.py", "capacity_stage.py"),
+        *("capacity_results.py", "paged_session.py", "processes.py"),
+    ),
     "quality": (
         *("quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),
         *("quantizers", "weights.py", "stages.py"),
@@ -39,9 +62,10 @@ _CODE = {
 """The files whose change makes a stored result worthless; a folder stands for all of its files."""
 
 
-def source_key(*, config: Mapping[str, Any], seed: int) -> str:
-    """Random weights: the architecture and the seed."""
-    return digest([_base("source"), dict(config), seed])
+def random_key(*, config: Mapping[str, Any], seed: int, source: SourceRecord, quantizer: Quantizer) -> str:
+    """A variant of random weights: what it is called, the architecture, the seed and the quantizer's settings."""
+    described = [source.model_dump(mode="json"), dict(config), seed, quantizer.model_dump(mode="json")]
+    return digest([_base("random-weights"), *described])
 
 
 def quantize_key(*, source: SourceRecord, quantizer: Quantizer) -> str:
@@ -63,6 +87,20 @@ def speed_key(
     members = {name: [manifest.content_digest(), engine] for name, (manifest, engine) in variants.items()}
     return digest(
         [_base("speed"), machine, workload.model_dump(), spec.model_dump(mode="json"), members, baseline]
+    )
+
+
+def serving_key(
+    *,
+    machine: str,
+    load: ServingLoad,
+    spec: ServingSpec,
+    variants: Mapping[str, tuple[CheckpointManifest, dict[str, Any]]],
+) -> str:
+    """How a set of variants serves a load on one machine; the load holds what counts of traffic and workload."""
+    members = {name: [manifest.content_digest(), engine] for name, (manifest, engine) in variants.items()}
+    return digest(
+        [_base("serving"), machine, load.model_dump(mode="json"), spec.model_dump(mode="json"), members]
     )
 
 

@@ -4,7 +4,6 @@ Layout under the root (`PIPELINE_STORE`, default `.pipeline/`):
 
     results/STAGE/KEY.json     one stage's result; KEY is the digest of everything it depends on
     checkpoints/KEY/           a quantized checkpoint, `manifest.json` written last
-    sources/KEY/               a random-weight model made from a config
     shapes/KEY.json            what an architecture's weights and cache look like
     runs/NAME/                 one run's report, recipe and logs
     durations.json             how long stages took, for the time left
@@ -47,7 +46,7 @@ class Store:
     def prepare(self) -> None:
         """Make the folders. Raises PrerequisiteError when the root can't be written."""
         try:
-            for name in ("results", "checkpoints", "sources", "runs"):
+            for name in ("results", "checkpoints", "runs"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.root):
                 pass
@@ -126,9 +125,8 @@ class Store:
 
     def _remove_unfinished(self) -> None:
         """Folders that a killed run left half written: tens of gigabytes that nothing would ever take up."""
-        for name in ("checkpoints", "sources"):
-            for partial in (self.root / name).glob(".partial-*"):
-                shutil.rmtree(partial, ignore_errors=True)
+        for partial in (self.root / "checkpoints").glob(".partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
     def file_digest(self, path: Path) -> str:
         """SHA-256 of a file, remembered by path, size, inode and times.

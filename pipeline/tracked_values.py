@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
 from pipeline.measured import Distribution
 from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.serving_results import ServingRow
 from pipeline.speed_results import SpeedResult, SpeedRow
 
 LONGEST_NAME = 250
@@ -46,6 +47,12 @@ SPEED_FIELDS = (
 PREFILL_FIELDS = ("prefill_tokens_per_s", "ttft_s", "prefill_flops_share")
 DEPTH_FIELDS = ("decode_tokens_per_s", "tpot_s", "bandwidth_share")
 SWEEP_FIELDS = ("drift_percent", "measured_break_even_batch", "free_lunch_batch")
+SERVING_FIELDS = (
+    *("output_tokens_per_s", "input_tokens_per_s", "requests_per_s", "gain", "mean_batch", "preemptions"),
+    "peak_memory_bytes",
+)
+SERVING_TIMES = ("ttft_s", "tpot_s", "itl_s", "latency_s", "wait_s")
+PREFIX_FIELDS = ("cold_ttft_s", "cached_ttft_s", "reused_tokens", "times_faster")
 CAPACITY_FIELDS = (
     *("measured_sequences", "predicted_sequences", "context_tokens"),
     *("kv_bytes_per_sequence", "peak_bytes_per_sequence"),
@@ -96,7 +103,7 @@ def split_finite(
 def variant_metrics(variant: VariantResults, *, baseline: VariantResults | None) -> tuple[TrackedMetric, ...]:
     """Every measured figure of a variant, then its ratios to the baseline (none for the baseline itself)."""
     metrics = [*_checkpoint(variant), *_speed(variant), *_memory(variant), *_capacity(variant)]
-    metrics += [*_quality(variant), *_cost(variant)]
+    metrics += [*_serving(variant), *_quality(variant), *_cost(variant)]
     if baseline is not None and baseline.name != variant.name:
         metrics += [*_speedups(variant, baseline), *_memory_fraction(variant, baseline)]
         metrics += _quality_differences(variant, baseline)
@@ -223,7 +230,10 @@ def _speed(variant: VariantResults) -> Iterator[TrackedMetric]:
 
 
 def _lengths(speed: SpeedResult) -> Iterator[TrackedMetric]:
-    """Prefill by length and decode by depth under names of their own: `pp512_ttft_s`, `tg64_d4096_tpot_s`."""
+    """Prefill by length and decode by depth under names of their own: `pp512_ttft_s`, `tg64_d4096_tpot_s`.
+
+    A prefill in chunks is `pp2048_chunk256_ttft_s`.
+    """
     rows = [(row, PREFILL_FIELDS) for row in speed.of("prefill")]
     rows += [(row, DEPTH_FIELDS) for row in speed.of("depth")]
     for row, names in rows:
@@ -231,7 +241,46 @@ def _lengths(speed: SpeedResult) -> Iterator[TrackedMetric]:
             value = getattr(row, name)
             number = value.median if isinstance(value, Distribution) else value
             if number is not None:
-                yield TrackedMetric(f"speed.{row.name.replace(' @ ', '_')}_{name}", number)
+                words = row.name.replace(" @ ", "_").replace(" in chunks of ", "_chunk")
+                yield TrackedMetric(f"speed.{words}_{name}", number)
+
+
+def _serving(variant: VariantResults) -> Iterator[TrackedMetric]:
+    """`serving.static_ttft_s_p99`, `serving.continuous_gain` … by concurrency; `serving.open_…` as they came."""
+    if variant.serving is None:
+        return
+    for row in variant.serving.rows:
+        if row.outcome != "measured":
+            continue
+        prefix = f"serving.{'open' if row.load == 'open' else row.mode}"
+        for name, number in _serving_figures(row):
+            yield TrackedMetric(f"{prefix}_{name}", number, row.concurrency)
+    prefix_row = variant.serving.prefix
+    if prefix_row is not None and prefix_row.outcome == "measured":
+        for name in PREFIX_FIELDS:
+            yield from _number(f"serving.prefix_{name}", getattr(prefix_row, name))
+
+
+def _serving_figures(row: ServingRow) -> Iterator[tuple[str, float]]:
+    for metric in (one for name in SERVING_FIELDS for one in _number(name, getattr(row, name))):
+        yield metric.name, metric.value
+    for name in SERVING_TIMES:
+        times = getattr(row, name)
+        if times is not None:
+            yield from (
+                (f"{name}_{figure}", getattr(times, figure)) for figure in ("mean", "p50", "p90", "p99")
+            )
+    if row.goodput is not None:
+        yield from (
+            ("goodput_requests_per_s", row.goodput.requests_per_s),
+            ("goodput_share", row.goodput.share),
+        )
+
+
+def _number(name: str, value: Distribution | float | None) -> Iterator[TrackedMetric]:
+    """A figure, or a distribution's median; nothing where it is missing."""
+    if value is not None:
+        yield TrackedMetric(name, float(value.median if isinstance(value, Distribution) else value))
 
 
 def _measured_rows(speed: SpeedResult | None) -> tuple[SpeedRow, ...]:
@@ -248,6 +297,8 @@ def _memory(variant: VariantResults) -> Iterator[TrackedMetric]:
 def _capacity(variant: VariantResults) -> Iterator[TrackedMetric]:
     if variant.capacity is not None:
         yield from _fields("capacity", variant.capacity, CAPACITY_FIELDS)
+        if variant.capacity.paged is not None:
+            yield from _fields("capacity.paged", variant.capacity.paged, CAPACITY_FIELDS)
 
 
 def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
@@ -267,6 +318,11 @@ def _cost(variant: VariantResults) -> Iterator[TrackedMetric]:
     if cost is not None:
         for name, size in (("output", cost.batch_size), ("input", cost.input_batch_size)):
             yield from _fields("cost", cost, (f"dollars_per_million_{name}_tokens",), step=size or 0)
+        for row in cost.serving:
+            prefix = f"cost.serving_{'open' if row.load == 'open' else row.mode}"
+            for name in ("output", "input"):
+                price = getattr(row, f"dollars_per_million_{name}_tokens")
+                yield TrackedMetric(f"{prefix}_dollars_per_million_{name}_tokens", price, row.concurrency)
 
 
 def _fields(prefix: str, value: object, names: Iterable[str], *, step: int = 0) -> Iterator[TrackedMetric]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pipeline.data_sheet import Device
 from pipeline.footprint import ShapeFacts, WeightBytes, kv_bytes, kv_bytes_per_token, weight_bytes
-from pipeline.plan_values import BatchPlan, CapacityPlan, VariantPlan
+from pipeline.plan_values import BatchPlan, CapacityPlan, LengthPlan, VariantPlan
 from pipeline.recipe import ExpandedRecipe, VariantSpec
 from pipeline.roof import Bound, Roof, mean_depth_tokens
 from pipeline.roofline import capacity, dollars_per_million_tokens
@@ -208,6 +208,7 @@ class _Variant:
             compute_bound_batch=ending.compute_bound_batch,
             limited_by=ending.limited_by,
             batches=batches,
+            lengths=self.lengths(roof),
             dollars_per_million_output_tokens=next(
                 (one.dollars_per_million_output_tokens for one in batches if one.batch_size == best), None
             ),
@@ -305,6 +306,35 @@ class _Variant:
             dollars_per_million_output_tokens=price
             and dollars_per_million_tokens(size / step_s, dollars_per_hour=price),
         )
+
+    def lengths(self, roof: Roof | None) -> tuple[LengthPlan, ...]:
+        """Floors at the prompt lengths (where the arithmetic's peak is known) and depths of the speed section."""
+        spec = self.setting.recipe.speed
+        if roof is None or spec is None:
+            return ()
+        known = roof.peak_flops_per_s is not None
+        prefill = [
+            LengthPlan(
+                test="prefill",
+                prompt_tokens=tokens,
+                floor_s=roof.prefill_s(tokens),
+                bound=roof.prefill_bound(tokens),
+            )
+            for tokens in (spec.prompt_tokens or () if known else ())
+        ]
+        depths = {
+            tokens: mean_depth_tokens(tokens, self.setting.new_tokens) for tokens in spec.context_tokens or ()
+        }
+        decode = [
+            LengthPlan(
+                test="depth",
+                prompt_tokens=tokens,
+                floor_s=roof.step_s(1, context_tokens=depth),
+                bound=roof.bound(1, context_tokens=depth),
+            )
+            for tokens, depth in depths.items()
+        ]
+        return (*prefill, *decode)
 
     def input_price(self, limits: _Limits) -> float | None:
         """Dollars per million prompt tokens at the prefill's ceiling, on a machine kept busy."""

@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,12 +128,17 @@ def copy_side_files(source: Path, out: Path) -> tuple[str, ...]:
 
 def copy_config(source: Path, out: Path, *, dtype: str) -> None:
     """Copy `config.json`, saying in every part of it that weights are stored as `dtype` (torch's name)."""
-    config = read_json(source / "config.json")
-    text = config.get("text_config")
-    for part in [config, *([text] if isinstance(text, dict) else [])]:
-        part.pop("torch_dtype", None)
-        part["dtype"] = dtype
-    write_json(out / "config.json", config)
+    write_json(out / "config.json", config_of_type(read_json(source / "config.json"), dtype=dtype))
+
+
+def config_of_type(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    """The config with `dtype` (torch's name) as the type of its weights, in every part that says one."""
+    typed = {**config, "dtype": dtype}
+    typed.pop("torch_dtype", None)
+    if isinstance(config.get("text_config"), dict):
+        typed["text_config"] = {**config["text_config"], "dtype": dtype}
+        typed["text_config"].pop("torch_dtype", None)
+    return typed
 
 
 def repaired_generation_config(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -242,6 +247,23 @@ def cast_unquantized(model: torch.nn.Module, compute_dtype: str) -> None:
         for _, tensor in own:
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in _sixteen_bit():
                 tensor.data = tensor.data.to(wanted)
+
+
+def keep_types(model: Any, compute_dtype: str) -> None:
+    """Give an empty model's tensors the types that transformers' loader would: FP32 where the class insists.
+
+    A class names such tensors by patterns; those that it creates in another type keep that anyway.
+    """
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(getattr(torch, compute_dtype))
+    if not plan:
+        return
+    pattern = build_glob_alternation(list(plan))[0]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and pattern.search(name):
+            tensor.data = tensor.data.to(torch.float32)
 
 
 def _sixteen_bit() -> tuple[torch.dtype, ...]:

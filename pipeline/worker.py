@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         request = Path(request_path).read_text("utf-8")
-        if stage == "speed":
+        if stage in ("speed", "serving", "capacity"):
             _converse(stage, request, emit)
         else:
             result = _run(stage, request, progress=_throttled(lambda text: emit("progress", text=text)))
@@ -64,13 +64,11 @@ def _run(stage: str, request: str, *, progress: Callable[[str], None]) -> Value:
 
     if stage == "quantize":
         return stages.quantize(stages.QuantizeRequest.model_validate_json(request), progress=progress)
-    if stage == "capacity":
-        return stages.capacity(stages.CapacityRequest.model_validate_json(request), progress=progress)
     if stage == "quality":
         return stages.quality(stages.QualityStageRequest.model_validate_json(request), progress=progress)
-    if stage == "source":
-        return stages.random_source(
-            stages.RandomSourceRequest.model_validate_json(request), progress=progress
+    if stage == "random-weights":
+        return stages.random_variant(
+            stages.RandomVariantRequest.model_validate_json(request), progress=progress
         )
     assert stage == "device-speed", stage
     return stages.device_speed(stages.DeviceSpeedRequest.model_validate_json(request), progress=progress)
@@ -85,8 +83,16 @@ def _converse(stage: str, request: str, emit: Callable[..., None]) -> None:
 
 def _opened(stage: str, request: str) -> Any:
     """Something with the facts `opened` and a method that answers questions."""
-    from pipeline import stages
+    from pipeline import serving_turns, stages
 
+    if stage == "serving":
+        request_value = serving_turns.ServingRequest.model_validate_json(request)
+        return serving_turns.ServingWorker(request_value)
+    if stage == "capacity":
+        from pipeline import capacity_probe
+
+        wanted = capacity_probe.CapacityRequest.model_validate_json(request)
+        return capacity_probe.CapacitySession(wanted)
     assert stage == "speed", stage
     return stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
 

@@ -107,6 +107,31 @@ def test_repeats_go_on_until_the_minimum_time_is_reached() -> None:
     assert len(timings["fp16"][0].traces) == 10
 
 
+@pytest.mark.parametrize(
+    ("second_s", "min_seconds", "repeats"),
+    [
+        (0.50, 0.0, 3),  # calm: as many as asked for
+        (0.56, 0.0, 5),  # a spread of 5.4 %, of 5.04 % with one more, of 4.7 % with two more
+        (0.50, 2.2, 5),  # calm, but too short until the fifth
+        (0.56, 2.9, 6),  # both: calm with the fifth, long enough with the sixth
+        (1.50, 0.0, 6),  # never calm: twice as many, and marked
+    ],
+)
+def test_repeats_go_on_until_both_the_time_and_the_spread_are_enough(
+    second_s: float, min_seconds: float, repeats: int
+) -> None:
+    times = [9.0, 9.0, 0.5, second_s, *[0.5] * 20]
+    session = ScriptedSession(prefill_s=times)
+    timings = time_in_turn(
+        {"fp16": ScriptedTurn("fp16", [], session=session)},
+        plan=plan(shapes=(shape(new_tokens=1, test="prefill"),), min_seconds=min_seconds),
+        progress=lambda _: None,
+    )["fp16"][0]
+    assert [trace.ttft_s for trace in timings.traces] == pytest.approx(times[2 : 2 + repeats])
+    assert timings.warmup_s == [9.0, 9.0], "compilation and cold caches stand apart"
+    assert is_noisy(timings.traces, max_cv_percent=5.0) == (second_s == 1.5)
+
+
 def test_the_minimum_time_is_no_reason_to_go_on_for_ever() -> None:
     timings = time_in_turn(
         {"fp16": ScriptedTurn("fp16", [])},
@@ -185,6 +210,19 @@ def test_prefill_and_depth_are_timed_like_batches_at_their_own_lengths() -> None
     assert [trace.tpot_s for trace in depth.traces] == pytest.approx([0.010 + 1001.5e-5] * 3)
     prompts = [prompt for batch in session.prompts for prompt in batch]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_a_prefill_in_chunks_is_one_time_up_to_the_first_token() -> None:
+    """A prompt token takes 1 ms, a piece 10 ms besides."""
+    session = ScriptedSession(prefill_s=(0.0,), s_per_prompt_token=1e-3, s_per_chunk=0.010)
+    whole = shape(prompt_tokens=1000, new_tokens=1, test="prefill")
+    shapes = (whole, whole.model_copy(update={"chunk_tokens": 300}))
+    timings = time_in_turn(
+        {"fp16": ScriptedTurn("fp16", [], session=session)}, plan=plan(shapes=shapes), progress=lambda _: None
+    )
+    one, four = ([trace.ttft_s for trace in timing.traces] for timing in timings["fp16"])
+    assert one == pytest.approx([1.010] * 3)
+    assert four == pytest.approx([1.040] * 3)
 
 
 def test_a_length_that_does_not_fit_is_out_of_memory_and_the_next_shape_runs() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.engines.transformers import Transformers, TransformersSession
+from pipeline.engines.transformers import PROVEN_STATE, Transformers, TransformersSession
 from pipeline.errors import CheckpointError, StageError
 from pipeline.footprint import kv_bytes, shape_facts
 from pipeline.measure import random_prompts
@@ -33,7 +33,14 @@ SIZES: dict[str, Any] = {
 
 def config(architecture: str) -> Any:
     """Weights far from zero, so that greedy decoding visits many tokens."""
-    from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3_5TextConfig
+    from transformers import (
+        BambaConfig,
+        Gemma3TextConfig,
+        GPT2Config,
+        LlamaConfig,
+        Qwen3_5TextConfig,
+        Qwen3NextConfig,
+    )
 
     if architecture == "llama":
         return LlamaConfig(**SIZES, num_hidden_layers=1, initializer_range=0.5)
@@ -45,16 +52,25 @@ def config(architecture: str) -> Any:
         return Gemma3TextConfig(
             **SIZES, num_hidden_layers=2, initializer_range=0.5, tie_word_embeddings=False, **layers
         )
-    return Qwen3_5TextConfig(
-        **SIZES,
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        initializer_range=0.5,
-    )
+    if architecture == "bamba":
+        heads = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+        sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+        return BambaConfig(
+            **sizes, num_hidden_layers=2, attn_layer_indices=[1], initializer_range=0.5, **heads
+        )
+    linear = {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "initializer_range": 0.5,
+    }
+    if architecture == "qwen3_next":
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+        return Qwen3NextConfig(**SIZES, **linear, **experts)
+    return Qwen3_5TextConfig(**SIZES, **linear)
 
 
 def model(architecture: str) -> Any:
@@ -70,9 +86,11 @@ def session(of: Any, *, cache: str = "dynamic") -> TransformersSession:
     return TransformersSession(of, cache=cache, compute_dtype="float32", vocabulary_tokens=300)
 
 
-def generated(session: Any, prompts: Any, *, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+def generated(
+    session: Any, prompts: Any, *, new_tokens: int = NEW_TOKENS, chunk_tokens: int | None = None
+) -> list[list[int]]:
     """[sequence][new token]."""
-    steps = [session.prefill(prompts, new_tokens=new_tokens)]
+    steps = [session.prefill(prompts, new_tokens=new_tokens, chunk_tokens=chunk_tokens)]
     steps += [session.decode_step() for _ in range(new_tokens - 1)]
     return [list(sequence) for sequence in zip(*steps, strict=True)]
 
@@ -138,6 +156,75 @@ def test_decoding_goes_on_past_an_end_of_sequence_token() -> None:
     found = generated(session(loaded), PROMPTS[:1])[0]
     assert found == expected
     assert len(found) == NEW_TOKENS
+
+
+# --- prompts of unequal lengths, prompts in chunks -------------------------------------------------------
+
+UNEQUAL = [PROMPTS[0], PROMPTS[1][:3], [250], PROMPTS[1][:11]]
+PROVEN = pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", *PROVEN_STATE])
+CACHES = pytest.mark.parametrize("cache", ["dynamic", "static"])
+
+
+class Watched:
+    """What goes into every forward pass of a model: the tokens' shape, and whether a mask does."""
+
+    def __init__(self, of: Any) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.masked: list[bool] = []
+        of.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _model: Any, arguments: Any, named: Any) -> None:
+        self.shapes.append(tuple(arguments[0].shape))
+        self.masked.append("attention_mask" in named or "position_ids" in named)
+
+
+@PROVEN
+@CACHES
+def test_padding_never_changes_a_sequence(architecture: str, cache: str) -> None:
+    running = session(model(architecture), cache=cache)
+    alone = [generated(running, [prompt])[0] for prompt in UNEQUAL]
+    assert generated(running, UNEQUAL) == alone
+    assert generated(running, UNEQUAL[::-1], chunk_tokens=5) == alone[::-1]
+
+
+@PROVEN
+@CACHES
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 11, 12, 100])
+def test_a_prompt_in_chunks_gives_the_tokens_of_the_whole(
+    architecture: str, cache: str, chunk_tokens: int
+) -> None:
+    loaded = model(architecture)
+    running = session(loaded, cache=cache)
+    expected = generated(running, PROMPTS)
+    watched = Watched(loaded)
+    assert generated(running, PROMPTS, chunk_tokens=chunk_tokens) == expected
+    pieces = [shape[1] for shape in watched.shapes[: -NEW_TOKENS + 1]]
+    assert sum(pieces) == len(PROMPTS[0])
+    assert max(pieces) == min(chunk_tokens, len(PROMPTS[0]))
+    assert not any(watched.masked)
+
+
+def test_prompts_of_one_length_go_through_whole_and_without_a_mask() -> None:
+    loaded = model("llama")
+    running, watched = session(loaded), Watched(loaded)
+    generated(running, UNEQUAL, new_tokens=3)
+    assert watched.masked == [True] * 3
+    generated(running, PROMPTS, new_tokens=3)
+    assert watched.masked[3:] == [False] * 3
+    assert watched.shapes[3:] == [(2, 12), (2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prompts", "chunk_tokens"),
+    [("bamba", UNEQUAL, None), ("bamba", PROMPTS, 5), ("qwen3_next", UNEQUAL, 1)],
+)
+def test_a_state_that_padding_or_chunks_would_change_is_refused(
+    architecture: str, prompts: Any, chunk_tokens: int | None
+) -> None:
+    running = session(model(architecture))
+    with pytest.raises(StageError, match=rf"'{architecture}' keeps recurrent state.*of one length, whole"):
+        running.prefill(prompts, new_tokens=3, chunk_tokens=chunk_tokens)
+    assert len(generated(running, PROMPTS)) == 2
 
 
 # --- from a folder ---------------------------------------------------------------------------------------
@@ -235,7 +322,10 @@ class Scattered(Quantizer):
         del source_folder, out, device
         return ()
 
-    def load(self, folder: Path, *, device: str, compute_dtype: str) -> Any:
+    def outline(self, model: Any, *, compute_dtype: str) -> None:
+        del model, compute_dtype
+
+    def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> Any:
         del folder, device, compute_dtype
         import torch
 

@@ -40,7 +40,6 @@ def test_the_real_engine_puts_the_same_tokens_into_every_step(engine: PagedEngin
     real = engine.serve(requests, seed=seed)
     assert len(real.steps) == simulated.steps == len(written.steps)
     assert equal_steps(written.steps, real.steps) == simulated.steps
-    assert real.replay.peak_blocks == simulated.peak_blocks
     assert real.replay.prefill_tokens == simulated.prefill_tokens
 
 

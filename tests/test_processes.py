@@ -22,8 +22,10 @@ from pipeline.engines.transformers import Transformers
 from pipeline.errors import StageError
 from pipeline.processes import Worker, WorkerError, WorkerTurn, run_stage
 from pipeline.quantizers.native import Native
+from pipeline.random_weights import write_random_variant
+from pipeline.results import CheckpointManifest, SourceRecord
 from pipeline.speed_results import SpeedShape
-from pipeline.stages import RandomSource, RandomSourceRequest, RunnableCheckpoint, SpeedRequest
+from pipeline.stages import RandomVariantRequest, RunnableCheckpoint, SpeedRequest
 from tests.tiny_models import write_llama
 
 ROOT = Path(__file__).parent.parent
@@ -53,16 +55,32 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     return install
 
 
-def make(tmp_path: Path, **config: object) -> RandomSource:
+def request_for(out: Path, **config: object) -> RandomVariantRequest:
+    """The lightest stage that does real work: count a tiny model's weights."""
+    return RandomVariantRequest(
+        config={**CONFIG, **config},
+        seed=0,
+        source=SourceRecord(model="tiny", revision=None, files=()),
+        quantizer=Native(dtype="fp16"),
+        out=str(out),
+    )
+
+
+def make(tmp_path: Path) -> CheckpointManifest:
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
-    request = RandomSourceRequest(config={**CONFIG, **config}, seed=0, out=str(out))
-    return run_stage("source", request, RandomSource, log=tmp_path / "log", progress=lambda _: None)
+    return run_stage(
+        "random-weights",
+        request_for(out),
+        CheckpointManifest,
+        log=tmp_path / "log",
+        progress=lambda _: None,
+    )
 
 
-def refused(tmp_path: Path, **config: object) -> WorkerError:
+def refused(tmp_path: Path) -> WorkerError:
     with pytest.raises(WorkerError) as refusal:
-        make(tmp_path, **config)
+        make(tmp_path)
     assert children() == []
     return refusal.value
 
@@ -114,15 +132,21 @@ def test_a_worker_that_ends_well_without_a_result_has_failed(tmp_path: Path, lib
 
 
 def test_memory_that_the_system_refuses_is_out_of_memory(tmp_path: Path) -> None:
-    error = refused(tmp_path, vocab_size=2**31 - 1)
-    assert error.reason == "out_of_memory"
-    assert "DefaultCPUAllocator" in str(error)
+    fp16 = Native(dtype="fp16")
+    folder = tmp_path / "huge"
+    folder.mkdir()
+    write_random_variant({**CONFIG, "vocab_size": 2**31 - 1}, out=folder, seed=0, quantizer=fp16)
+    with pytest.raises(WorkerError) as refusal:
+        turn_of(folder, tmp_path)
+    assert children() == []
+    assert refusal.value.reason == "out_of_memory"
+    assert "DefaultCPUAllocator" in str(refusal.value)
 
 
 def test_a_bug_is_a_failure_in_its_own_words_and_its_traceback_is_in_the_log(
     tmp_path: Path, library: Library
 ) -> None:
-    library("import pipeline.random_weights as broken; broken.write_random_checkpoint = None")
+    library("import pipeline.random_weights as broken; broken.write_random_variant = None")
     error = refused(tmp_path)
     assert error.reason == "failed"
     assert "TypeError: 'NoneType' object is not callable" in str(error)
@@ -172,19 +196,16 @@ def shape(batch_size: int) -> SpeedShape:
     return SpeedShape(batch_size=batch_size, prompt_tokens=8, new_tokens=3)
 
 
-def turn_for(tmp_path: Path) -> WorkerTurn:
+def turn_of(folder: Path, tmp_path: Path) -> WorkerTurn:
     checkpoint = RunnableCheckpoint(
-        folder=str(write_llama(tmp_path / "tiny")),
-        quantizer=Native(dtype="fp16"),
-        engine=Transformers(),
-        device="cpu",
+        folder=str(folder), quantizer=Native(dtype="fp16"), engine=Transformers(), device="cpu"
     )
     request = SpeedRequest(checkpoint=checkpoint)
     return WorkerTurn(request, log=tmp_path / "log", progress=lambda _: None)
 
 
 def test_a_worker_takes_turns_ignores_ctrl_c_and_when_killed_gives_failed_turns(tmp_path: Path) -> None:
-    with turn_for(tmp_path) as turn:
+    with turn_of(write_llama(tmp_path / "tiny"), tmp_path) as turn:
         (worker,) = children()
         assert turn.run(shape(1), seed=1).outcome == "measured"
         worker.send_signal(signal.SIGINT)
@@ -198,12 +219,8 @@ def test_a_worker_takes_turns_ignores_ctrl_c_and_when_killed_gives_failed_turns(
 
 
 def test_a_variant_that_cannot_be_loaded_leaves_no_worker(tmp_path: Path) -> None:
-    checkpoint = RunnableCheckpoint(
-        folder=str(tmp_path), quantizer=Native(dtype="fp16"), engine=Transformers(), device="cpu"
-    )
-    request = SpeedRequest(checkpoint=checkpoint)
     with pytest.raises(WorkerError):
-        WorkerTurn(request, log=tmp_path / "log", progress=lambda _: None)
+        turn_of(tmp_path, tmp_path)
     assert children() == []
 
 
@@ -228,12 +245,12 @@ def test_an_interruption_while_a_worker_works_ends_the_worker(tmp_path: Path, li
 PARENT = """
 import sys
 from pathlib import Path
-from pipeline.stages import RandomSource, RandomSourceRequest
+from pipeline.stages import RandomVariantRequest
 from pipeline.processes import run_stage
-config = {config!r}
-request = RandomSourceRequest(config=config, seed=0, out=sys.argv[1])
-print("ready", flush=True)
-run_stage("source", request, RandomSource, log=Path(sys.argv[1], "log"), progress=lambda _: None)
+from pipeline.results import CheckpointManifest
+request = RandomVariantRequest.model_validate_json({request!r})
+log = Path(sys.argv[1]).parent / "log"
+run_stage("random-weights", request, CheckpointManifest, log=log, progress=lambda _: None)
 """
 
 
@@ -251,9 +268,9 @@ def test_a_killed_parent_leaves_no_worker_however_young_the_worker_is(
     )
     out = tmp_path / "out"
     out.mkdir()
-    large = {**CONFIG, "num_hidden_layers": 20_000}
+    large = request_for(out, num_hidden_layers=10_000).model_dump_json()
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(config=large), str(out)], cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-c", PARENT.format(request=large), str(out)], cwd=ROOT, stdout=subprocess.PIPE
     ) as parent:
         assert wait_until(lambda: pid_file.is_file() and bool(pid_file.read_text()))
         worker = psutil.Process(int(pid_file.read_text()))
@@ -261,14 +278,13 @@ def test_a_killed_parent_leaves_no_worker_however_young_the_worker_is(
         assert worker.is_running()
         os.kill(parent.pid, signal.SIGKILL)
     assert wait_until(lambda: not worker.is_running(), seconds=5)
-    assert not list(out.glob("*.safetensors"))
+    assert not (out / "manifest.json").exists()
 
 
 def test_a_worker_uses_its_own_process_group(tmp_path: Path, library: Library) -> None:
     """So that Ctrl-C on the terminal reaches the parent alone, which decides what it stops."""
     library("import time; time.sleep(60)")
-    request = RandomSourceRequest(config=CONFIG, seed=0, out=str(tmp_path))
-    with Worker("source", request, log=tmp_path / "log"):
+    with Worker("random-weights", request_for(tmp_path), log=tmp_path / "log"):
         (worker,) = children()
         assert os.getpgid(worker.pid) == worker.pid != os.getpgid(0)
     assert children() == []

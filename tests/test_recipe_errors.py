@@ -81,6 +81,22 @@ def test_the_good_recipe_is_good(tmp_path: Path) -> None:
         ("[1, 8]", "[1], prompt_tokens: [128, 0]", "line 3: speed.prompt_tokens[1]", "greater than 0"),
         ("[1, 8]", "[1], prompt_tokens: []", "line 3: speed.prompt_tokens", "at least one item"),
         ("[1, 8]", "[1], prompt_tokens: 512", "line 3: speed.prompt_tokens", "write [512]"),
+        (
+            *("[1, 8]", "[1], prefill_chunk_tokens: [256]"),
+            *("line 3: speed.prefill_chunk_tokens", "cuts the prompts of speed.prompt_tokens"),
+        ),
+        (
+            *("[1, 8]", "[1], prompt_tokens: [64, 256], prefill_chunk_tokens: [128, 256]"),
+            *("line 3: speed.prefill_chunk_tokens[1]", "no prompt of speed.prompt_tokens is longer than 256"),
+        ),
+        (
+            *("[1, 8]", "[1], prompt_tokens: [64], prefill_chunk_tokens: [0]"),
+            *("line 3: speed.prefill_chunk_tokens[0]", "greater than 0"),
+        ),
+        (
+            *("[1, 8]", "[1], prompt_tokens: [64], prefill_chunk_tokens: [8, 8]"),
+            *("line 3: speed.prefill_chunk_tokens[1]", "8 stands twice"),
+        ),
         ("[1, 8]", "[1], context_tokens: [-1]", "line 3: speed.context_tokens[0]", "greater than 0"),
         ("[1, 8]", "[1], context_tokens: [4k]", "line 3: speed.context_tokens[0]", "'4k'"),
         ("[1, 8]", "[1], contxt_tokens: [4]", "line 3: speed.contxt_tokens", "did you mean 'context_tokens'"),

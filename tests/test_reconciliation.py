@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pipeline.capacity_results import PeakPrediction
+from pipeline.measured import Distribution
+from pipeline.plan_values import LengthPlan
 from pipeline.reconciliation import UNEXPLAINED, reconcile, table_rows
 from pipeline.results import Reconciliation
 from tests import result_builders as results
@@ -17,14 +22,21 @@ def test_bytes_that_agree_need_no_reason() -> None:
     measured = results.variant(
         "bf16",
         checkpoint=results.manifest(weight_bytes_on_disk=size),
-        memory=results.memory(weight_bytes_resident=int(1.05 * size)),
+        memory=results.memory(weight_bytes_resident=int(1.04 * size)),
         speed=None,
     )
     found = by_figure(reconcile(variant("bf16"), measured))
     assert found["weights on disk"].ratio == 1
     assert found["weights on disk"].because == ""
-    assert found["weights resident"].ratio == 1.05
-    assert found["weights resident"].because == "", "within a tenth"
+    assert found["weights resident"].ratio == 1.04
+    assert found["weights resident"].because == "", "within a twentieth"
+    heavier = results.variant(
+        "bf16",
+        memory=None,
+        speed=None,
+        capacity=results.capacity(weight_bytes_resident=int(1.06 * size)),
+    )
+    assert by_figure(reconcile(variant("bf16"), heavier))["weights resident"].because == UNEXPLAINED
 
 
 def test_bytes_that_differ_are_unexplained() -> None:
@@ -78,6 +90,63 @@ def test_capacity_is_explained_by_what_a_sequence_really_took() -> None:
     ended = capacity.model_copy(update={"limited_by": "ceiling"})
     found = by_figure(reconcile(plan, results.variant("bf16", capacity=ended, speed=None)))
     assert "more may fit" in found["sequences at once"].because
+
+
+def test_a_prediction_with_activations_agrees_or_tells_which_part_of_it_was_wrong() -> None:
+    def found(held: int, taken: float, **fields: Any) -> dict[str, Reconciliation]:
+        capacity = results.capacity(
+            held,
+            predicted_sequences=40,
+            predicted_peak=PeakPrediction(fixed_bytes=1_000_000, bytes_per_sequence=20_000_000),
+            peak_bytes_per_sequence=taken,
+            **fields,
+        )
+        return by_figure(reconcile(variant("bf16"), results.variant("bf16", capacity=capacity, speed=None)))
+
+    agreed = found(41, 20.9e6)
+    assert agreed["a sequence at the peak"].because == ""
+    assert agreed["sequences at once, with activations"].because == ""
+    larger = found(30, 26e6)
+    assert larger["a sequence at the peak"].because == UNEXPLAINED
+    assert "took 26.00 MB at the peak, 20.00 MB were predicted" in (
+        larger["sequences at once, with activations"].because
+    )
+    assert "don't grow with the batch" in found(30, 20.1e6)["sequences at once, with activations"].because
+    ended = found(30, 20.1e6, limited_by="ceiling")["sequences at once, with activations"]
+    assert "more may fit" in ended.because
+
+
+def test_a_paged_cache_is_compared_with_its_own_prediction() -> None:
+    paged = results.capacity(
+        10, predicted_sequences=20, layout="paged", peak_bytes_per_sequence=250e6, predicted_peak=None
+    )
+    capacity = results.capacity(paged=paged)
+    found = by_figure(reconcile(variant("bf16"), results.variant("bf16", capacity=capacity, speed=None)))
+    assert found["KV cache of a sequence, paged"].ratio == 1
+    assert "250.00 MB at the peak, 100.00 MB of it KV cache" in found["sequences at once, paged"].because
+
+
+def test_prompt_lengths_and_depths_stand_beside_their_own_floors() -> None:
+    plan = variant(
+        "bf16",
+        lengths=(
+            LengthPlan(test="prefill", prompt_tokens=128, floor_s=0.1, bound="compute"),
+            LengthPlan(test="depth", prompt_tokens=128, floor_s=0.01, bound="memory"),
+        ),
+    )
+    rows = [
+        results.speed_row(1, test="prefill", new_tokens=1, ttft_s=Distribution.of([0.2])),
+        results.speed_row(1, test="prefill", new_tokens=1, chunk_tokens=64),
+        results.speed_row(1, test="depth", tpot_s=Distribution.of([0.02])),
+        results.speed_row(1, test="depth", prompt_tokens=256),
+    ]
+    found = by_figure(reconcile(plan, results.variant("bf16", speed=results.speed(rows=rows))))
+    lengths = {name: one for name, one in found.items() if "pp128" in name or "@" in name}
+    assert set(lengths) == {"TTFT of pp128, at least", "TPOT of tg32 @ d128, at least"}
+    prefill, depth = lengths.values()
+    assert (prefill.predicted, prefill.measured, prefill.unit) == (100.0, 200.0, "ms")
+    assert prefill.because.startswith("50 % of the roof by FLOP/s")
+    assert depth.because.startswith("50 % of the roof by bandwidth")
 
 
 def test_the_measured_break_even_stands_beside_the_predicted_one() -> None:

@@ -196,6 +196,20 @@ def test_prefill_by_length_and_decode_by_depth_have_tables_of_their_own(loaded: 
     assert "### " not in markdown(make(loaded, FP16, INT8))
 
 
+def test_a_prefill_in_chunks_stands_under_the_whole_one_with_its_peak_memory(loaded: LoadedRecipe) -> None:
+    whole = {"prompt_tokens": 2048, "new_tokens": 1, "test": "prefill", "tpot_s": None}
+    rows = [
+        build.speed_row(1, 40.0),
+        build.speed_row(1, None, **whole, peak_memory_bytes=900_000_000),
+        build.speed_row(1, None, **whole, chunk_tokens=256, peak_memory_bytes=400_000_000),
+    ]
+    text = markdown(make(loaded, FP16, build.variant("int8", speed=build.speed("int8", rows))))
+    lines = [line for line in text.splitlines() if "pp2048" in line]
+    assert [line.split("|")[2].strip() for line in lines] == ["pp2048", "pp2048 in chunks of 256"]
+    assert [line.split("|")[-2].strip() for line in lines] == ["900.0", "400.0"]
+    assert "| FLOP/s share | peak MB |" in text
+
+
 def test_the_data_sheet_s_share_is_shown_where_a_sheet_is_known(loaded: LoadedRecipe) -> None:
     row = build.speed_row(1, 20.0, new_tokens=16, test="depth", sheet_bandwidth_share=0.44)
     report = make(

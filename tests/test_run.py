@@ -395,3 +395,9 @@ def test_random_weights_where_one_variant_fails_and_another_is_added(place: Work
         assert variant.quality is None
         assert variant.checkpoint is not None
         assert variant.checkpoint.weight_bytes_on_disk == 2 * 172_288
+        assert variant.checkpoint.random_seed == 3
+        assert variant.checkpoint_folder is not None
+        stored = {path.name for path in Path(variant.checkpoint_folder).iterdir()}
+        assert stored == {"config.json", "random_weights.json", "manifest.json"}
+    told = (Path(added.line["report"]).parent / "report.md").read_text("utf-8")
+    assert "random weights, made on the device from seed 3" in told

@@ -136,6 +136,14 @@ def test_prompt_lengths_and_depths_are_told_apart_from_the_workload_s_batches() 
         "",
     )
     assert (second["test"], second["n_gen"], second["n_depth"]) == ("tg16 @ d4096", "16", "4096")
+    assert (first["chunk_tokens"], second["chunk_tokens"]) == ("", "")
+    pieces = build.speed_row(
+        1, None, tpot_s=None, prompt_tokens=512, new_tokens=1, test="prefill", chunk_tokens=128
+    )
+    (cells,) = read(one_row(pieces))
+    assert (cells["test"], cells["n_prompt"], cells["chunk_tokens"]) == (
+        *("pp512 in chunks of 128", "512", "128"),
+    )
     assert speed_markdown(build.report(build.variant_report(variant))) == "", "they have tables of their own"
 
 

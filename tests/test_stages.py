@@ -1,9 +1,8 @@
-"""The stages themselves, in this process: what counts as out of memory, the search for the largest batch,
-and capacity, on scripted sessions and on a tiny model."""
+"""The stages themselves, in this process: what counts as out of memory, speed and checkpoints, on a tiny model."""
 
 from __future__ import annotations
 
-import math
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,20 @@ import pytest
 
 from pipeline.engines.transformers import Transformers
 from pipeline.errors import CheckpointError, StageError
-from pipeline.footprint import kv_bytes, shape_facts
+from pipeline.footprint import shape_facts, weight_reads
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
 from pipeline.recipe import SpeedSpec, Workload
 from pipeline.results import SourceRecord
-from pipeline.scripted_engine import ScriptedSession
 from pipeline.speed_results import SpeedShape
-from pipeline.speed_stage import mean_kv_bytes, read_per_token_resident, timed_shapes
+from pipeline.speed_stage import mean_kv_bytes, read_per_token_resident, timed_shapes, touched_share
 from pipeline.stages import (
-    CapacityRequest,
     QuantizeRequest,
     RunnableCheckpoint,
     SpeedOpened,
     SpeedRequest,
     SpeedSession,
-    capacity,
-    capacity_of,
     is_out_of_memory,
-    largest_that_fits,
     quantize,
 )
 from tests import result_builders as build
@@ -64,6 +58,7 @@ def refused_by_the_allocator() -> Exception:
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: not enough memory: you tried"),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("std::bad_alloc"),
         OSError(12, "Cannot allocate memory"),
     ],
 )
@@ -90,130 +85,7 @@ def test_plain_bugs_are_not_taken_for_memory_that_ran_out(error: Exception) -> N
     assert not is_out_of_memory(error)
 
 
-# --- the largest that fits -------------------------------------------------------------------------------
-
-
-def test_the_search_finds_the_limit_wherever_it_starts() -> None:
-    for ceiling in (*range(1, 14), 40):
-        for start in range(1, ceiling + 1):
-            for limit in range(1, ceiling + 3):
-                tried: list[int] = []
-
-                def fits(count: int, *, limit: int = limit, tried: list[int] = tried) -> bool:
-                    tried.append(count)
-                    return count <= limit
-
-                found = largest_that_fits(fits, start=start, ceiling=ceiling)
-                assert found == min(limit, ceiling), (ceiling, start, limit)
-                assert len(set(tried)) == len(tried), "nothing is tried twice"
-                assert all(1 < count <= ceiling for count in tried), "one is known to fit"
-                distance = abs(min(limit, ceiling) - start)
-                assert len(tried) <= 2 * math.log2(distance + 1) + 3, (ceiling, start, limit, tried)
-
-
-def test_a_right_guess_needs_two_probes() -> None:
-    tried: list[int] = []
-
-    def fits(count: int) -> bool:
-        tried.append(count)
-        return count <= 5000
-
-    assert largest_that_fits(fits, start=5000, ceiling=10**6) == 5000
-    assert tried == [5000, 5001]
-
-
-# --- capacity on a scripted session ----------------------------------------------------------------------
-
-
-def request(**fields: Any) -> CapacityRequest:
-    """32 tokens a sequence, 8 of them new, on a device whose peak is all that counts."""
-    checkpoint = RunnableCheckpoint(
-        folder="nowhere", quantizer=Native(dtype="fp16"), engine=Transformers(), device="cuda"
-    )
-    settings: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "context_tokens": 32,
-        "new_tokens": 8,
-        "budget_bytes": 10_000,
-        "budget_source": "recipe",
-        "max_sequences": 64,
-        "kv_bytes_per_sequence_predicted": 320,
-        **fields,
-    }
-    return CapacityRequest(**settings)
-
-
-def holder(**fields: Any) -> ScriptedSession:
-    return ScriptedSession(weight_bytes=1000, kv_bytes_per_token=10, **fields)
-
-
-def test_capacity_is_what_the_budget_leaves_beside_the_weights() -> None:
-    found = capacity_of(holder(), request=request(), progress=quiet)
-    assert found.weight_bytes_resident == 1000
-    assert found.kv_bytes_per_sequence == 310  # the last token is never cached
-    assert found.predicted_sequences == 28
-    assert found.measured_sequences == 29
-    assert found.limited_by == "memory"
-    assert found.because == "30 sequences need 10,300 B, the budget is 10,000 B"
-    assert {probe.sequences: probe.outcome for probe in found.probes}[29] == "measured"
-
-
-def test_every_probe_runs_the_whole_prompt_and_all_new_tokens() -> None:
-    session = holder()
-    capacity_of(session, request=request(), progress=quiet)
-    warm_up, *batches = session.prompts
-    assert len(warm_up) == 1
-    assert {len(prompt) for batch in batches for prompt in batch} == {24}
-    assert session.calls.count("decode_step") == 1 + 7 * len(batches)
-
-
-def test_memory_that_runs_out_late_in_decoding_is_no_fit() -> None:
-    session = holder(failure=MemoryError(), fails_at_step=50)
-    wanted = request(context_tokens=64, new_tokens=60, budget_bytes=10**9)
-    found = capacity_of(session, request=wanted, progress=quiet)
-    assert found.measured_sequences == 0
-    assert found.limited_by == "memory"
-    assert found.probes[0].outcome == "out_of_memory"
-    assert "MemoryError" in found.because
-
-
-@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("layer")])
-def test_a_bug_in_a_probe_fails_the_stage_with_its_own_message(error: Exception) -> None:
-    with pytest.raises(
-        StageError, match=rf"holding 1 sequences failed: {type(error).__name__}: .*{error.args[0]}"
-    ):
-        capacity_of(holder(failure=error, fails_at_step=3), request=request(), progress=quiet)
-
-
-def test_a_budget_smaller_than_the_weights_holds_nothing_and_is_never_negative() -> None:
-    found = capacity_of(holder(), request=request(budget_bytes=500), progress=quiet)
-    assert (found.predicted_sequences, found.measured_sequences) == (0, 0)
-    assert found.because == "1 sequences need 1,310 B, the budget is 500 B"
-    assert len(found.probes) == 1
-
-
-@pytest.mark.parametrize("budget", range(0, 4000, 177))
-def test_no_budget_gives_a_negative_capacity(budget: int) -> None:
-    found = capacity_of(holder(), request=request(budget_bytes=budget), progress=quiet)
-    assert found.measured_sequences == max(0, (budget - 1000) // 310)
-    assert (found.predicted_sequences or 0) >= 0
-
-
-def test_the_recipes_ceiling_is_named_as_what_ended_the_search() -> None:
-    found = capacity_of(holder(), request=request(budget_bytes=10**9, max_sequences=7), progress=quiet)
-    assert found.measured_sequences == 7
-    assert found.limited_by == "ceiling"
-    assert "max_sequences (7)" in found.because
-
-
-def test_without_a_predicted_cache_the_first_probe_shows_its_size() -> None:
-    found = capacity_of(holder(), request=request(kv_bytes_per_sequence_predicted=None), progress=quiet)
-    assert found.kv_bytes_per_sequence_predicted is None
-    assert found.predicted_sequences == 29
-    assert found.measured_sequences == 29
-
-
-# --- on a tiny model -------------------------------------------------------------------------------------
+# --- speed on a tiny model --------------------------------------------------------------------------------
 
 
 def runnable(folder: Path, **engine: Any) -> RunnableCheckpoint:
@@ -223,32 +95,6 @@ def runnable(folder: Path, **engine: Any) -> RunnableCheckpoint:
         engine=Transformers.model_validate(engine),
         device="cpu",
     )
-
-
-def test_capacity_of_a_real_model_stays_within_its_budget(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    folder = write_llama(tmp_path / "tiny")
-    facts = shape_facts(AutoConfig.from_pretrained(folder).to_dict())
-    per_sequence = kv_bytes(facts, 64, element_bytes=4)
-    assert per_sequence == 16_384
-    wanted = request(
-        checkpoint=runnable(folder, compute_dtype="float32"),
-        context_tokens=64,
-        budget_bytes=8 * 2**20,
-        max_sequences=128,
-        kv_bytes_per_sequence_predicted=per_sequence,
-    )
-    found = capacity(wanted, progress=quiet)
-    assert found.kv_bytes_per_sequence == 63 * 256
-    assert found.predicted_sequences == (found.budget_bytes - found.weight_bytes_resident) // per_sequence
-    assert found.measured_sequences is not None
-    assert 1 <= found.measured_sequences <= 128
-    for probe in found.probes:
-        assert probe.peak_bytes is not None
-        assert (probe.peak_bytes <= found.budget_bytes) == (probe.outcome == "measured")
-    smaller = capacity(wanted.model_copy(update={"budget_bytes": 100_000}), progress=quiet)
-    assert (smaller.measured_sequences, smaller.predicted_sequences) == (0, 0)
 
 
 def shape(batch_size: int) -> SpeedShape:
@@ -263,6 +109,30 @@ def test_lengths_and_depths_are_timed_after_the_workload_s_batches_and_named_as_
     assert [one.batch_size for one in shapes] == [1, 8, 1, 1, 1]
     assert [one.new_tokens for one in shapes] == [16, 16, 1, 1, 16]
     assert timed_shapes(SpeedSpec(batch_sizes=(1, 8)), workload=workload) == shapes[:2]
+
+
+def test_prompts_longer_than_a_chunk_are_timed_whole_and_then_in_chunks() -> None:
+    spec = SpeedSpec(prompt_tokens=(128, 256, 2048), prefill_chunk_tokens=(256, 1024))
+    shapes = timed_shapes(spec, workload=Workload())[1:]
+    assert [(one.name, one.chunk_tokens) for one in shapes] == [
+        *(("pp128", None), ("pp256", None), ("pp2048", None)),
+        *(("pp2048 in chunks of 256", 256), ("pp2048 in chunks of 1024", 1024)),
+    ]
+    assert {(one.batch_size, one.new_tokens, one.test) for one in shapes} == {(1, 1, "prefill")}
+
+
+def test_a_turn_sends_the_prompt_through_in_the_shape_s_chunks(tmp_path: Path) -> None:
+    session = SpeedSession(SpeedRequest(checkpoint=runnable(write_llama(tmp_path / "tiny"))))
+    seen: list[int] = []
+    session._session.model.register_forward_pre_hook(  # type: ignore[attr-defined]
+        lambda _model, arguments: seen.append(arguments[0].shape[1])
+    )
+    whole = SpeedShape(batch_size=1, prompt_tokens=20, new_tokens=1, test="prefill")
+    for chunk_tokens in (None, 8):
+        result = session.run(whole.model_copy(update={"chunk_tokens": chunk_tokens}), seed=1)
+        assert result.trace is not None
+        assert (result.trace.prompt_tokens, result.trace.produced_tokens) == (20, 1)
+    assert seen == [20, 8, 8, 4]
 
 
 def test_a_speed_session_reports_what_it_holds_and_times_exact_lengths(tmp_path: Path) -> None:
@@ -342,6 +212,21 @@ def test_weights_that_grow_at_load_are_read_at_the_size_they_have_in_memory() ->
     )
     manifest = build.manifest("int4", weight_bytes_on_disk=400, weight_bytes_read_per_token=300)
     assert read_per_token_resident(opened, manifest) == 1200
+
+
+def test_a_step_reads_only_the_experts_that_its_tokens_touch(tmp_path: Path) -> None:
+    """Two of four experts a token; two tokens touch 4·(1 − ½²) = 3 of them on average."""
+    experts, dense = (
+        shape_facts(json.loads((write(tmp_path / write.__name__) / "config.json").read_text("utf-8")))
+        for write in (write_moe, write_llama)
+    )
+    reads = weight_reads(experts, quantizer=Native(dtype="fp16"))
+    every = experts.parameters - experts.embedding_weights
+    expert = 3 * 64 * 32
+    assert touched_share(reads, tokens=1) * every == pytest.approx(every - 2 * expert)
+    assert touched_share(reads, tokens=2) * every == pytest.approx(every - expert)
+    assert touched_share(reads, tokens=1000) == pytest.approx(1.0)
+    assert touched_share(weight_reads(dense, quantizer=Native(dtype="fp16")), tokens=1) == 1.0
 
 
 def test_a_decode_step_reads_the_cache_of_the_middle_step() -> None:

@@ -63,6 +63,7 @@ def test_figures_by_batch_size_are_series_and_ratios_stand_beside_them() -> None
     assert values["vs_baseline.decode_speedup", 8] == pytest.approx(2.0)
     assert values["vs_baseline.memory_fraction", 0] == 0.5
     assert values["capacity.measured_sequences", 0] == 20.0
+    assert ("capacity.paged.measured_sequences", 0) not in values
     assert values["checkpoint.bits_per_weight", 0] == 8.0
 
 
@@ -88,6 +89,9 @@ def test_prompt_lengths_and_depths_have_names_of_their_own_and_stay_out_of_the_b
     rows = [
         build.speed_row(1, 40.0),
         build.speed_row(1, None, tpot_s=None, prompt_tokens=512, new_tokens=1, test="prefill"),
+        build.speed_row(
+            *(1, None), tpot_s=None, prompt_tokens=512, new_tokens=1, test="prefill", chunk_tokens=64
+        ),
         build.speed_row(1, 20.0, prompt_tokens=4096, new_tokens=16, test="depth"),
         build.speed_row(1, 99.0, prompt_tokens=8192, new_tokens=16, test="depth", outcome="void"),
     ]
@@ -96,6 +100,7 @@ def test_prompt_lengths_and_depths_have_names_of_their_own_and_stay_out_of_the_b
     values = {metric.name: metric.value for metric in metrics}
     assert values["speed.pp512_prefill_tokens_per_s"] == pytest.approx(128 / 0.21)
     assert values["speed.pp512_ttft_s"] == 0.21
+    assert values["speed.pp512_chunk64_ttft_s"] == 0.21
     assert values["speed.tg16_d4096_tpot_s"] == 0.05
     assert values["speed.tg16_d4096_decode_tokens_per_s"] == 20.0
     assert not [name for name in values if "8192" in name or name == "speed.pp512_tpot_s"]

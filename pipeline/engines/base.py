@@ -32,7 +32,8 @@ class ServedStep(NamedTuple):
     `produced` names the requests that got a token, each once. `prefill_tokens` are prompt tokens that were
     computed (recomputed ones of preempted requests included), `decode_sequences` the sequences that decoded,
     `cached_tokens` the tokens that lay in the KV cache of all sequences of the step before it, `pairs` the
-    (query, key) pairs that attention must look at.
+    (query, key) pairs that attention must look at. `started` names the requests of which a step computed
+    something for the first time; without it waiting and prefill can't be told apart.
     """
 
     produced: tuple[int, ...]
@@ -41,6 +42,7 @@ class ServedStep(NamedTuple):
     cached_tokens: int
     pairs: int
     preempted: int
+    started: tuple[int, ...] = ()
 
 
 class ServingSession(ABC):

@@ -11,22 +11,27 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.checkpoint import tokenizer_tokens
+from pipeline.device_runtime import DeviceRuntime, device_runtime
 from pipeline.engines.base import Engine, Session, SessionMemory
 from pipeline.errors import StageError
 from pipeline.live_tensors import cache_bytes, device_types, resident_bytes
-from pipeline.process_memory import peak_resident_bytes, reset_peak_resident_bytes
+from pipeline.paged_session import PagedSession
 from pipeline.quantizers.base import Quantizer
 from pipeline.results import Problem
+from pipeline.scheduler import Serving
 from pipeline.weights import missing_packages
 
 if TYPE_CHECKING:
     import torch
 
 
+PROVEN_STATE = ("qwen3_5_text", "qwen3_next")
+"""Model types whose recurrent state is known to bear padding and chunks: tokens were compared with whole prompts'."""
 _NOT_FINITE = "the model's logits are not finite: it can't be used at this precision"
 
 
@@ -63,35 +68,61 @@ class Transformers(Engine):
 class TransformersSession(Session):
     """One loaded model and, between `prefill` and `release`, one batch with its cache."""
 
-    def __init__(self, model: Any, *, cache: str, compute_dtype: str, vocabulary_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cache: str,
+        compute_dtype: str,
+        vocabulary_tokens: int,
+        runtime: DeviceRuntime | None = None,
+    ) -> None:
         self.model = model
-        self.device_type: str = model.device.type
         self.compute_dtype = compute_dtype
         self.vocabulary_tokens = vocabulary_tokens
         self.execution = f"eager, {cache} cache, {model.config._attn_implementation} attention"
+        self._runtime = runtime or device_runtime(model.device.type)
         self._static = cache == "static"
         # The argument is being renamed upstream, model by model; the old name warns at every step.
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._cache: Any = None
+        self._padding: _Padding | None = None
+        self._held_tokens = 0
         self._last: torch.Tensor | None = None
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, chunk_tokens: int | None = None
     ) -> list[int]:
-        """Prompts [batch][tokens] → first tokens [batch]. Raises StageError when a logit isn't finite."""
-        del chunk_tokens
+        """Prompts [batch][tokens] → first tokens [batch]. Raises StageError when a logit isn't finite.
+
+        Prompts of one length go through without any mask; shorter ones get one, see `_Padding`. In chunks, the
+        activations are those of `chunk_tokens` tokens a sequence instead of the whole prompt's. Raises StageError
+        for both where a model's state doesn't bear it, see `_check_state`.
+        """
         import torch
         from transformers.cache_utils import DynamicCache, StaticCache
 
         self.release()
-        input_ids = torch.tensor(prompts, dtype=torch.long, device=self.model.device)
+        config = self.model.config
+        width = max(map(len, prompts))
         if self._static:
-            length = input_ids.shape[1] + new_tokens
-            self._cache = StaticCache(config=self.model.config, max_cache_len=length)
+            self._cache = StaticCache(config=config, max_cache_len=width + new_tokens)
         else:
-            self._cache = DynamicCache(config=self.model.config)
-        logits = self._forward(input_ids)
+            self._cache = DynamicCache(config=config)
+        unequal = any(len(prompt) < width for prompt in prompts)
+        if unequal or (chunk_tokens or width) < width:
+            _check_state(config.model_type, self._cache, padded_singly=unequal and chunk_tokens == 1)
+        if unequal:
+            self._padding = _Padding.of(prompts, room=width + new_tokens, device=self.model.device)
+        input_ids = torch.tensor(
+            [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts],
+            dtype=torch.long,
+            device=self.model.device,
+        )
+        step = chunk_tokens or width
+        for start in range(0, width, step):
+            logits = self._forward(input_ids[:, start : start + step])
         if not bool(torch.isfinite(logits).all()):
             raise StageError(_NOT_FINITE)
         return self._take(logits)
@@ -107,10 +138,12 @@ class TransformersSession(Session):
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         import torch
 
+        start, self._held_tokens = self._held_tokens, self._held_tokens + input_ids.shape[1]
+        masked = self._padding.arguments(start, self._held_tokens) if self._padding else {}
         # Not inference_mode: quanto's packed INT4 tensors make views that it forbids.
         with torch.no_grad():
             output = self.model(
-                input_ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: self._cache}
+                input_ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: self._cache}, **masked
             )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
@@ -124,43 +157,75 @@ class TransformersSession(Session):
         return tokens
 
     def synchronize(self) -> None:
-        """Wait for the device; on a CPU work is done when the call returns."""
-        if self.device_type == "cuda":
-            import torch
-
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            event.synchronize()
+        """Wait for the device."""
+        self._runtime.synchronize()
 
     def memory(self) -> SessionMemory:
         """CUDA: the allocator's peak and reserve. CPU: the process's peak resident set."""
-        import torch
-
-        on_cuda = self.device_type == "cuda"
         return SessionMemory(
             weight_bytes_resident=resident_bytes(self.model),
             kv_cache_bytes=cache_bytes(self._cache) if self._cache is not None else None,
-            peak_bytes=torch.cuda.max_memory_allocated() if on_cuda else peak_resident_bytes(),
-            reserved_bytes=torch.cuda.max_memory_reserved() if on_cuda else None,
+            peak_bytes=self._runtime.peak_bytes(),
+            reserved_bytes=self._runtime.reserved_bytes(),
         )
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is held now."""
-        if self.device_type == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            reset_peak_resident_bytes()
+        self._runtime.reset_peak()
 
     def release(self) -> None:
         """Drop cache and batch; on CUDA hand cached blocks back, so that the next shape starts clean."""
-        self._cache = None
-        self._last = None
-        if self.device_type == "cuda":
-            import torch
+        self._cache = self._padding = self._last = None
+        self._held_tokens = 0
+        self._runtime.empty_cached_blocks()
 
-            torch.cuda.empty_cache()
+    def serving(self, limits: Serving, *, share_prefixes: bool) -> PagedSession:
+        """Continuous batching on the same weights; the static batch and its cache are dropped first."""
+        self.release()
+        return PagedSession(self.model, limits=limits, share_prefixes=share_prefixes, runtime=self._runtime)
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """Where the tokens of left-padded prompts are, so that padding changes no sequence.
+
+    `real` [batch, room] is 1 where a sequence has a token and 0 on its left; `padded` [batch, 1] counts the zeros.
+    """
+
+    real: torch.Tensor
+    padded: torch.Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], *, room: int, device: Any) -> _Padding:
+        import torch
+
+        width = max(map(len, prompts))
+        padded = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
+        places = torch.arange(room, device=device)
+        return cls(real=(places >= padded).long(), padded=padded)
+
+    def arguments(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Mask [batch, end] and positions [batch, end − start] of the tokens from `start` to `end`."""
+        import torch
+
+        assert end <= self.real.shape[1], "more tokens than there is room for"
+        positions = torch.arange(start, end, device=self.real.device) - self.padded
+        return {"attention_mask": self.real[:, :end], "position_ids": positions.clamp(min=0)}
+
+
+def _check_state(model_type: str, cache: Any, *, padded_singly: bool) -> None:
+    """Keys and values can always be masked, and taken up again in the middle of a prompt; recurrent state can't.
+
+    With transformers 5.24 Bamba and Jamba give other tokens for a prompt in chunks, Bamba for a padded one, too.
+    Those of `PROVEN_STATE` are right, but for padding that comes through alone, which they take for a token.
+    """
+    if not any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        return
+    if model_type not in PROVEN_STATE or padded_singly:
+        raise StageError(
+            f"{model_type!r} keeps recurrent state, for which transformers doesn't pad prompts or cut them into "
+            "chunks reliably: use prompts of one length, whole"
+        )
 
 
 def stored_dtype(checkpoint: Path) -> str:

@@ -1,5 +1,7 @@
 """The contract of a quantizer: a frozen value that turns a folder of safetensors into another one.
 
+It also quantizes one module of a model in memory, for random weights that are made where they run.
+
 A new quantizer is one file `KIND.py` in this package with one subclass; nothing else has to be edited.
 """
 
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.block_weights import MatrixKind
+from pipeline.random_weights import is_random, load_random
 from pipeline.results import Problem
 from pipeline.tensorfile import BITS
 from pipeline.values import Value
+from pipeline.weights import SourceScan, sixteen_bit_type
 
 if TYPE_CHECKING:
     import torch
@@ -116,13 +120,45 @@ class Quantizer(Value, ABC):
         values, overflow, unsupported shapes), naming the layer.
         """
 
-    @abstractmethod
     def load(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
-        """The model of a folder written by `quantize`, in eval mode on `device`.
+        """The model of a folder, in eval mode on `device`: read back, or made there where it holds a seed.
 
         `compute_dtype` ("float32", "float16", "bfloat16") is the type of activations and of whatever the
         quantizer left unquantized.
         """
+        if is_random(folder):
+            return load_random(folder, quantizer=self, device=device, compute_dtype=compute_dtype)
+        return self.load_stored(folder, device=device, compute_dtype=compute_dtype)
+
+    @abstractmethod
+    def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
+        """The model of a folder written by `quantize`; see `load`."""
+
+    def float_type(self, source_dtype: str) -> str:
+        """torch's name of the type that whatever stays unquantized is stored in: 16 bits, the source's own."""
+        return sixteen_bit_type(source_dtype, SourceScan(overflows={}))
+
+    @abstractmethod
+    def outline(self, model: Any, *, compute_dtype: str) -> None:
+        """Give a model on the meta device the modules and types that `load_stored` gives one, without weights.
+
+        A module whose weight is quantized is replaced; the others stay the same objects.
+        """
+
+    def pack(self, plain: Any, into: Any, *, name: str) -> None:
+        """Quantize the weight of `plain`, stored as `float_type` says, into the empty module of `outline`.
+
+        It stays on its device, and `into` ends as `load_stored` would leave it, but for its bias. `name` is the
+        module's. Called for the modules that `outline` has replaced, so not at all where it replaces none.
+        """
+        raise NotImplementedError(
+            f"{self.kind} replaces {name} ({type(plain)} by {type(into)}) and can't pack it"
+        )
+
+    def group_weights(self, in_features: int) -> int | None:
+        """Weights that share a scale where rows are split into groups; None where they aren't."""
+        del in_features
+        return None
 
     @abstractmethod
     def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:

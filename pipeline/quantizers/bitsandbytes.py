@@ -28,6 +28,7 @@ from pipeline.tensorfile import BITS, read_json
 from pipeline.weights import (
     cast_unquantized,
     copy_side_files,
+    keep_types,
     load_pretrained,
     missing_packages,
     quiet_transformers,
@@ -102,21 +103,15 @@ class Bitsandbytes(Quantizer):
     def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:
         """Load through transformers, which quantizes layer by layer, and save; see the base class."""
         import torch
-        from transformers import BitsAndBytesConfig, GenerationConfig
+        from transformers import GenerationConfig
 
         scan = scan_source(source_folder)
         if self.type == "int8":
             refuse_overflow(scan, label="bitsandbytes int8, which casts to FP16 first,")
         dtype = sixteen_bit_type(check_source(source_folder).dtype, scan)
-        config = BitsAndBytesConfig(
-            load_in_8bit=self.type == "int8",
-            load_in_4bit=self.type != "int8",
-            bnb_4bit_quant_type="fp4" if self.type == "int8" else self.type,
-            bnb_4bit_use_double_quant=self.double_quant,
-        )
         model: Any = load_pretrained(
             source_folder,
-            quantization_config=config,
+            quantization_config=self._settings(),
             dtype=getattr(torch, dtype),
             device_map={"": device},
         )
@@ -127,14 +122,13 @@ class Bitsandbytes(Quantizer):
         (out / "generation_config.json").unlink(missing_ok=True)
         return copy_side_files(source_folder, out)
 
-    def load(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
+    def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """The stored weights under the folder's own quantization config; activations in `compute_dtype`."""
         import torch
         from transformers import AutoConfig
 
         self._check_same(folder)
-        # One warning per layer and forward pass: INT8 casts its input to FP16 to quantize it.
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        _quiet_casts()
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         config.quantization_config["bnb_4bit_compute_dtype"] = compute_dtype
         model = load_pretrained(
@@ -142,6 +136,49 @@ class Bitsandbytes(Quantizer):
         )
         cast_unquantized(model, compute_dtype)
         return ready(model, folder=folder, device=device)
+
+    def outline(self, model: Any, *, compute_dtype: str) -> None:
+        """Replaced by transformers' own rules, as it replaces them for a saved checkpoint."""
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        _quiet_casts()
+        keep_types(model, compute_dtype)
+        settings = self._settings(bnb_4bit_compute_dtype=compute_dtype)
+        upstream: Any = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        upstream.preprocess_model(model=model, device_map=None)
+        model.hf_quantizer = upstream
+        upstream.postprocess_model(model)
+
+    def pack(self, plain: Any, into: Any, *, name: str) -> None:  # noqa: ARG002
+        """With the library's own kernels, on the weight's device; Conv1D is transposed as transformers does."""
+        import torch
+        from bitsandbytes import functional, nn
+
+        weight = plain.weight.detach()
+        weight = weight if isinstance(plain, torch.nn.Linear) else weight.T.contiguous()
+        if self.type == "int8":
+            rows, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+            into.weight = nn.Int8Params(
+                rows, requires_grad=False, has_fp16_weights=False, CB=rows, SCB=scales
+            )
+        else:
+            settings = {**vars(into.weight), "module": into}
+            into.weight = nn.Params4bit(weight, requires_grad=False, **settings).to(weight.device)
+
+    def group_weights(self, in_features: int) -> int | None:  # noqa: ARG002
+        """Blocks of 64 for the 4-bit types."""
+        return None if self.type == "int8" else BLOCK_WEIGHTS
+
+    def _settings(self, **more: Any) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(
+            load_in_8bit=self.type == "int8",
+            load_in_4bit=self.type != "int8",
+            bnb_4bit_quant_type="fp4" if self.type == "int8" else self.type,
+            bnb_4bit_use_double_quant=self.double_quant,
+            **more,
+        )
 
     def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
         """Packed weights, scales, codebooks and, for the 4-bit types, a small JSON; 4 bytes a row for INT8."""
@@ -196,6 +233,11 @@ class Bitsandbytes(Quantizer):
                 f"{folder}: saved as {kind}, double_quant {nested}; the recipe says {self.type}, "
                 f"double_quant {self.double_quant}. Quantize again."
             )
+
+
+def _quiet_casts() -> None:
+    """One warning per layer and forward pass: INT8 casts its input to FP16 to quantize it."""
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def _owner(name: str) -> str:

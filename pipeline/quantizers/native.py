@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.errors import CheckpointError
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
@@ -21,6 +21,7 @@ from pipeline.tensorfile import BITS, FLOATS, INDEX_NAME, TensorInfo, read_json,
 from pipeline.weights import (
     copy_config,
     copy_side_files,
+    keep_types,
     load_pretrained,
     missing_packages,
     read_tensors,
@@ -74,7 +75,7 @@ class Native(Quantizer):
             notes.append(f"{flushed:,} weights too small for {self.dtype} became zero")
         return tuple(notes)
 
-    def load(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
+    def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """Weights upcast (or cast) to `compute_dtype`, which is what they are computed in."""
         import torch
 
@@ -83,6 +84,14 @@ class Native(Quantizer):
             raise CheckpointError(f"{folder}: saved as {stored}, the recipe says {self.dtype}")
         model = load_pretrained(folder, dtype=getattr(torch, compute_dtype), device_map={"": device})
         return ready(model, folder=folder, device=device)
+
+    def float_type(self, source_dtype: str) -> str:  # noqa: ARG002
+        """The type itself."""
+        return _TYPES[self.dtype][1]
+
+    def outline(self, model: Any, *, compute_dtype: str) -> None:
+        """No module is replaced."""
+        keep_types(model, compute_dtype)
 
     def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
         """Elements times the type's size."""

@@ -21,6 +21,7 @@ from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
 from pipeline.errors import CheckpointError, StageError
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
+from pipeline.random_weights import SEED_NAME
 from pipeline.results import Problem
 from pipeline.tensorfile import read_json
 from pipeline.weights import (
@@ -107,7 +108,7 @@ class Quanto(Quantizer):
         copy_config(source_folder, out, dtype=dtype)
         return notes + copy_side_files(source_folder, out)
 
-    def load(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
+    def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """The stored integers with their scales in `compute_dtype` (exact for float32)."""
         import torch
         from accelerate import init_empty_weights
@@ -120,6 +121,38 @@ class Quanto(Quantizer):
         _replace_modules(model, wanted, _QUANTO_TYPES[self.weights])
         _fill(model, folder, device=device, compute_dtype=compute_dtype)
         return ready(model.to(device), folder=folder, device=device)
+
+    def outline(self, model: Any, *, compute_dtype: str) -> None:
+        """Linear layers but the head become quanto's; every stored float takes the type of the arithmetic."""
+        import torch
+
+        wanted = getattr(torch, compute_dtype)
+        for tensor in model.state_dict(keep_vars=True).values():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(wanted)
+        _replace_modules(model, _replaceable(model), _QUANTO_TYPES[self.weights])
+
+    def pack(self, plain: Any, into: Any, *, name: str) -> None:
+        """Frozen, taken apart as for a file, and put together as from one, scales in the type of the arithmetic."""
+        import torch
+
+        wanted = into.input_scale.dtype
+        frozen, _ = _frozen(plain.weight.detach(), module=into, name=name)
+        parts: dict[str, Any] = {}
+        frozen.save_to_state_dict(parts, f"{name}.weight.", keep_vars=False)
+        state = {
+            part: tensor.to(wanted) if part.endswith(("._scale", "._shift")) else tensor
+            for part, tensor in parts.items()
+        }
+        into.weight = torch.nn.Parameter(
+            _read_weight(into, state, name=name, folder=Path(SEED_NAME)), requires_grad=False
+        )
+        for scale in ("input_scale", "output_scale"):
+            setattr(into, scale, torch.ones((), dtype=wanted, device=plain.weight.device))
+
+    def group_weights(self, in_features: int) -> int | None:
+        """Of INT4 what quanto picks, at most the row; one scale a row otherwise."""
+        return (effective_group_size(in_features) or in_features) if self.weights == "int4" else None
 
     def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
         """One byte or half a byte a weight, and 16-bit scales (with shifts for INT4).
@@ -203,7 +236,6 @@ def _from_parts(
 
 def _quantize_modules(model: Any, quanto_type: str) -> tuple[str, ...]:
     """Replace the weights in place; a layer at a time, so that the peak is one layer above the model."""
-    from optimum.quanto import qtypes
     from optimum.quanto.nn import QModuleMixin
 
     names = _replaceable(model)
@@ -211,7 +243,7 @@ def _quantize_modules(model: Any, quanto_type: str) -> tuple[str, ...]:
     tiny_rows = 0
     for name, module in model.named_modules():
         if isinstance(module, QModuleMixin):
-            tiny_rows += _freeze(module, name=name, qtype=qtypes[quanto_type])
+            tiny_rows += _freeze(module, name=name)
     return (f"{tiny_rows:,} scales below the smallest 16-bit number were raised to it",) * bool(tiny_rows)
 
 
@@ -237,8 +269,17 @@ def _replace_modules(model: Any, names: Mapping[str, Any] | tuple[str, ...], qua
         model.set_submodule(name, module)
 
 
-def _freeze(module: Any, *, name: str, qtype: Any) -> int:
-    """Put the quantized weight in; returns how many scales had to be raised. Raises StageError.
+def _freeze(module: Any, *, name: str) -> int:
+    """Put the quantized weight in; returns how many scales had to be raised. Raises StageError."""
+    import torch
+
+    quantized, raised = _frozen(module.weight.detach(), module=module, name=name)
+    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
+    return raised
+
+
+def _frozen(weight: torch.Tensor, *, module: Any, name: str) -> tuple[Any, int]:
+    """`weight` quantized as `module` says, and how many scales had to be raised. Raises StageError.
 
     A scale that rounds to 0 divides by zero, and FP8 keeps the NaN. It becomes the smallest number of its
     type: zeros stay zero, and a row so small that its scale underflowed consists of multiples of it.
@@ -246,7 +287,7 @@ def _freeze(module: Any, *, name: str, qtype: Any) -> int:
     import torch
     from optimum.quanto.tensor import quantize_weight
 
-    weight = module.weight.detach()
+    qtype = module.weight_qtype
     if qtype.bits == 8:
         scale, shift = module.optimizer(weight, qtype=qtype, axis=0), None
     else:
@@ -265,9 +306,8 @@ def _freeze(module: Any, *, name: str, qtype: Any) -> int:
     )
     if not bool(quantized.dequantize().isfinite().all()):
         raise StageError(f"{name}.weight: holds NaN or infinity once quantized to {qtype.name}")
-    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
     spread = weight.reshape(scale.numel(), -1).abs().amax(dim=1).reshape(scale.shape)
-    return int((flat & (spread > 0)).sum())
+    return quantized, int((flat & (spread > 0)).sum())
 
 
 def _state_to_save(model: Any) -> dict[str, Any]:

@@ -1,0 +1,266 @@
+"""Checks this project's clock against `transformers.generate` timed by hand: the same quantity, within 5 %.
+
+Both run the same loaded model on the same fresh prompt, one after the other, in an order that changes with every
+repeat, so that a drifting machine is fair to both. By hand: TTFT is the time of `generate` for one token, decode
+the time of all tokens less that. Both must make the same tokens, or not the same work was timed. Writes
+`generate.json` and `generate.md` to FOLDER and prints the page.
+
+    python -m scripts.compare_generate FOLDER [--repeats 9] [--device cpu] [--model DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipeline.engines.transformers import Transformers, TransformersSession
+from pipeline.hardware import detect
+from pipeline.measure import random_prompts, time_generation
+from pipeline.measured import Distribution
+from pipeline.quantizers.base import Quantizer
+from pipeline.quantizers.bitsandbytes import Bitsandbytes
+from pipeline.quantizers.native import Native
+from pipeline.quantizers.quanto import Quanto
+from pipeline.text_table import markdown_table
+from pipeline.values import Value
+from scripts.fetch_demo_model import MODEL_FOLDER
+
+LIMIT = 0.05
+VARIANTS: dict[str, Quantizer] = {
+    "fp32": Native(dtype="fp32"),
+    "bf16": Native(dtype="bf16"),
+    "int8 (quanto)": Quanto(weights="int8"),
+    "int4 (bitsandbytes nf4)": Bitsandbytes(type="nf4"),
+}
+SHAPES = ((1, 128, 32), (4, 64, 16))
+"""Batch size, prompt tokens, new tokens."""
+FIGURES = ("TTFT", "TPOT", "end to end")
+HEADER = ("variant", "batch", "test", "figure", "ours ms", "generate ms", "ratio", "quartiles", "repeats")
+
+
+class Timed(Value):
+    """One batch by one of the two ways, in seconds."""
+
+    ttft_s: float
+    end_to_end_s: float
+
+    def figure_s(self, name: str, *, new_tokens: int) -> float:
+        """TTFT, seconds a token after the first, or all of it."""
+        tpot_s = (self.end_to_end_s - self.ttft_s) / (new_tokens - 1)
+        return {"TTFT": self.ttft_s, "TPOT": tpot_s}.get(name, self.end_to_end_s)
+
+
+class Compared(Value):
+    """One figure of one variant and shape; `ratio` is ours ÷ by hand, repeat by repeat."""
+
+    variant: str
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
+    figure: str
+    ours_s: Distribution
+    by_hand_s: Distribution
+    ratio: Distribution
+
+    @property
+    def holds(self) -> bool:
+        """Whether the median ratio is within the limit."""
+        return abs(self.ratio.median - 1) <= LIMIT
+
+
+class Comparison(Value):
+    """Everything that was compared, and on what."""
+
+    model: str
+    device: str
+    threads: int
+    versions: dict[str, str]
+    figures: tuple[Compared, ...]
+
+    @property
+    def missed(self) -> tuple[Compared, ...]:
+        """The figures beyond the limit."""
+        return tuple(one for one in self.figures if not one.holds)
+
+
+def compare(model: Path, *, device: str, repeats: int) -> Comparison:
+    """Every variant of the model at every shape. Raises RuntimeError where the two make different tokens."""
+    import torch
+
+    found: list[Compared] = []
+    for name, quantizer in VARIANTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            _say(f"{name}: quantizing")
+            out = Path(folder) / "checkpoint"
+            out.mkdir()
+            quantizer.quantize(model, out, device=device)
+            engine = Transformers(compute_dtype="float32" if name == "fp32" else "bfloat16")
+            with engine.open(out, quantizer=quantizer, device=device) as session:
+                assert isinstance(session, TransformersSession)
+                for shape in SHAPES:
+                    found += _figures(name, session, shape=shape, repeats=repeats)
+    return Comparison(
+        model=model.name,
+        device=detect().name,
+        threads=torch.get_num_threads(),
+        versions={name: version(name) for name in ("torch", "transformers")},
+        figures=tuple(found),
+    )
+
+
+def _figures(
+    variant: str, session: TransformersSession, *, shape: tuple[int, int, int], repeats: int
+) -> Iterator[Compared]:
+    batch_size, prompt_tokens, new_tokens = shape
+    pairs = []
+    for seed in range(-1, repeats):  # the first one warms up
+        _say(f"{variant}: batch {batch_size}, {prompt_tokens}+{new_tokens} tokens, repeat {seed + 1}")
+        prompts = random_prompts(
+            batch_size=batch_size,
+            prompt_tokens=prompt_tokens,
+            vocabulary_tokens=session.vocabulary_tokens,
+            seed=1000 + seed,
+        )
+        if seed < 0:
+            _check_same_tokens(session, prompts, new_tokens=new_tokens, variant=variant)
+            continue
+        ways = [_ours, _by_hand] if seed % 2 else [_by_hand, _ours]
+        timed = {way: way(session, prompts, new_tokens=new_tokens) for way in ways}
+        pairs.append((timed[_ours], timed[_by_hand]))
+    for figure in FIGURES:
+        ours = [pair[0].figure_s(figure, new_tokens=new_tokens) for pair in pairs]
+        by_hand = [pair[1].figure_s(figure, new_tokens=new_tokens) for pair in pairs]
+        yield Compared(
+            variant=variant,
+            batch_size=batch_size,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            figure=figure,
+            ours_s=Distribution.of(ours),
+            by_hand_s=Distribution.of(by_hand),
+            ratio=Distribution.of([one / other for one, other in zip(ours, by_hand, strict=True)]),
+        )
+
+
+def _check_same_tokens(
+    session: TransformersSession, prompts: list[list[int]], *, new_tokens: int, variant: str
+) -> None:
+    import torch
+
+    steps = [session.prefill(prompts, new_tokens=new_tokens)]
+    steps += [session.decode_step() for _ in range(new_tokens - 1)]
+    session.release()
+    _, by_hand = _generate(session.model, torch.tensor(prompts), new_tokens=new_tokens)
+    if [list(sequence) for sequence in zip(*steps, strict=True)] != by_hand:
+        raise RuntimeError(f"{variant}: the two ways made different tokens")
+
+
+def _ours(session: TransformersSession, prompts: list[list[int]], *, new_tokens: int) -> Timed:
+    trace = time_generation(session, prompts=prompts, new_tokens=new_tokens, clock=time.perf_counter)
+    return Timed(ttft_s=trace.ttft_s, end_to_end_s=trace.token_times_s[-1])
+
+
+def _by_hand(session: TransformersSession, prompts: list[list[int]], *, new_tokens: int) -> Timed:
+    import torch
+
+    session.release()
+    input_ids = torch.tensor(prompts, device=session.model.device)
+    first_s, _ = _generate(session.model, input_ids, new_tokens=1)
+    all_s, _ = _generate(session.model, input_ids, new_tokens=new_tokens)
+    return Timed(ttft_s=first_s, end_to_end_s=all_s)
+
+
+def _generate(model: Any, input_ids: Any, *, new_tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds of one call, device synchronised, and the new tokens [sequence][token]."""
+    import torch
+
+    input_ids = input_ids.to(model.device)
+    model.generation_config.eos_token_id = None  # exactly as many tokens as asked for
+    _wait_for(model.device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    _wait_for(model.device)
+    seconds = time.perf_counter() - start
+    made: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
+    return seconds, made
+
+
+def _wait_for(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+def page(found: Comparison) -> str:
+    """The comparison as Markdown."""
+    versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
+    missed = f"{len(found.missed)} of {len(found.figures)} are beyond it" if found.missed else "all hold"
+    return "\n\n".join(
+        (
+            "# This project's clock beside `transformers.generate`",
+            f"{found.model} on {found.device}, {found.threads} thread(s); {versions}. Both ways time the same loaded "
+            "model on the same prompts, in alternation, and must make the same tokens. Ratio: ours ÷ by hand, "
+            f"median and quartiles over the repeats; limit ± {100 * LIMIT:.0f} %: {missed}.",
+            markdown_table(HEADER, _rows(found.figures), text_columns=("test", "figure")),
+        )
+    )
+
+
+def _rows(figures: Sequence[Compared]) -> list[tuple[str, ...]]:
+    return [
+        (
+            one.variant,
+            str(one.batch_size),
+            f"pp{one.prompt_tokens}+tg{one.new_tokens}",
+            one.figure,
+            f"{1e3 * one.ours_s.median:.1f}",
+            f"{1e3 * one.by_hand_s.median:.1f}",
+            f"{one.ratio.median:.3f}" + ("" if one.holds else " (missed)"),
+            f"{one.ratio.lower_quartile:.3f} … {one.ratio.upper_quartile:.3f}",
+            str(len(one.ratio.samples)),
+        )
+        for one in figures
+    ]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def main() -> int:
+    """0 when every figure is within the limit, else 1."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
+    arguments = parser.parse_args()
+    found = compare(arguments.model, device=arguments.device, repeats=arguments.repeats)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    (arguments.folder / "generate.json").write_text(found.to_json() + "\n", encoding="utf-8")
+    (arguments.folder / "generate.md").write_text(page(found) + "\n", encoding="utf-8")
+    print(page(found))
+    return 1 if found.missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
