@@ -32,7 +32,8 @@ from pipeline.recipe import AnyRule, load_recipe
 from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
-from pipeline.runner import RunState, prepare, run_stages
+from pipeline.run_state import RunState, prepare
+from pipeline.runner import run_stages
 from pipeline.serving_tables import serving_csv
 from pipeline.speed_columns import speed_csv
 from pipeline.speed_results import DeviceSpeed

@@ -118,6 +118,7 @@ class PagedSession(ServingSession):
             if self._requests:
                 raise StageError(f"transformers scheduled none of {len(self._requests)} waiting requests")
             return None
+        self._highest = None
         with self.model.register_forward_hook(self._keep_highest):
             processor._generation_step(self.model)
         if self._highest is None or not math.isfinite(float(self._highest)):

@@ -61,7 +61,10 @@ class Preflight:
         if named is None:
             return budget, f"{USABLE_MEMORY_SHARE:g} × memory of {self.device.name}"
         if budget < named:
-            return budget, f"memory of {self.device.name}: the recipe names {named / 1e9:.1f} GB, more than there is"
+            return (
+                budget,
+                f"memory of {self.device.name}: the recipe names {named / 1e9:.1f} GB, more than there is",
+            )
         return budget, "recipe"
 
     def kv_bytes(self, context_tokens: int, *, variant: VariantSpec) -> int | None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -183,15 +184,22 @@ class WorkerTurn(Conversation):
     """A variant loaded in its own process, run when it has the turn; see `alternation.Turn`."""
 
     def __init__(self, request: SpeedRequest, *, log: Path, progress: Progress) -> None:
-        super().__init__("speed", request, log=log, progress=progress)
+        self._load = partial(super().__init__, "speed", request, log=log, progress=progress)
+        self._load()
+        self._alive = True
         self.opened = SpeedOpened.model_validate_json(self.opened_json)
 
     def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
-        """One generation; a worker that dies gives a failed result."""
+        """One generation; a worker that dies of it gives a failed result, and is loaded anew for the next one."""
         question = SpeedQuestion(shape=shape, seed=seed)
         try:
+            if not self._alive:
+                self._load()
+                self._alive = True
             return self.ask(question, TurnResult, progress=lambda _: None)
         except WorkerError as error:
+            self._alive = False
+            self.__exit__()
             return TurnResult(outcome=error.reason, because=str(error))
 
 

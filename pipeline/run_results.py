@@ -9,7 +9,7 @@ from pipeline.measured import StageFailure
 from pipeline.recipe import VariantSpec
 from pipeline.results import CostResult, VariantResults
 from pipeline.roofline import dollars_per_million_tokens
-from pipeline.runner import RunState, failure
+from pipeline.run_state import RunState, failure
 from pipeline.serving_results import ServingResult
 from pipeline.serving_summary import serving_costs
 from pipeline.speed_results import SpeedResult

@@ -1,6 +1,7 @@
 """The life of a run: a loop over variants with content-addressed results.
 
-    outcome = run(load_recipe(path), store=store, progress_stream=sys.stderr)
+    state = prepare(load_recipe(path), store=store, progress_stream=sys.stderr)
+    run_stages(state)
 
 Every stage runs in a fresh process; a result that is in the store is not measured again; a variant that fails
 doesn't stop the others and never ships; an interruption keeps what is finished.
@@ -11,25 +12,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from pipeline.capacity_results import CapacityResult
 from pipeline.capacity_stage import is_whole, measure_capacity
 from pipeline.checkpoint import read_manifest, verify
-from pipeline.errors import PipelineError, PrerequisiteError, StageError
-from pipeline.hardware import Device, detect, fingerprint
+from pipeline.errors import PipelineError, StageError
 from pipeline.measured import StageFailure
 from pipeline.model_source import random_source_record, read_config, source_record, trained_folder
 from pipeline.planning import MEASURED_DEVICE
-from pipeline.preflight import Preflight, preflight
 from pipeline.processes import WorkerError, run_stage
-from pipeline.progress import Progress
-from pipeline.recipe import ExpandedRecipe, LoadedRecipe, VariantSpec
+from pipeline.recipe import VariantSpec
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
-from pipeline.serving_results import ServingStageResult
+from pipeline.run_state import RunState, failure
+from pipeline.serving_results import ServingResult, ServingStageResult
 from pipeline.serving_stage import measure_serving
 from pipeline.speed_results import SpeedStageResult
 from pipeline.speed_stage import measure_speed
@@ -38,89 +36,10 @@ from pipeline.stages import (
     QualityStageRequest,
     QuantizeRequest,
     RandomVariantRequest,
-    RunnableCheckpoint,
 )
 from pipeline.store import Store
 from pipeline.tasks import inputs_digest
 from pipeline.values import AnyValue, Value
-
-
-@dataclass
-class RunState:
-    """What a run has so far; the report is made from it even when the run is cut short."""
-
-    loaded: LoadedRecipe
-    recipe: ExpandedRecipe
-    device: Device
-    store: Store
-    folder: Path
-    log: Path
-    progress: Progress
-    ready: Preflight
-    manifests: dict[str, CheckpointManifest] = field(default_factory=dict)
-    checkpoints: dict[str, Path] = field(default_factory=dict)
-    speed: SpeedStageResult | None = None
-    serving: ServingStageResult | None = None
-    capacity: dict[str, CapacityResult] = field(default_factory=dict)
-    quality: dict[str, QualityResult] = field(default_factory=dict)
-    failures: dict[str, list[StageFailure]] = field(default_factory=dict)
-    reused: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    @property
-    def machine(self) -> str:
-        """Fingerprint of the machine the numbers belong to."""
-        return fingerprint(self.device)
-
-    def fail(self, variant: str, failure: StageFailure) -> None:
-        """Remember that a stage gave nothing for a variant."""
-        self.failures.setdefault(variant, []).append(failure)
-
-    def runnable(self, variant: VariantSpec) -> RunnableCheckpoint:
-        """The finished checkpoint of a variant and how to run it."""
-        assert variant.engine is not None
-        return RunnableCheckpoint(
-            folder=str(self.checkpoints[variant.name]),
-            quantizer=variant.quantizer,
-            engine=variant.engine,
-            device=self.device.kind,
-        )
-
-
-def prepare(loaded: LoadedRecipe, *, store: Store, progress_stream: TextIO) -> RunState:
-    """Everything that must hold before any work; `store` is prepared and held.
-
-    Raises PrerequisiteError listing all that is missing.
-    """
-    device = detect()
-    recipe = loaded.recipe.expand(device=device.kind)
-    ready = preflight(loaded, recipe=recipe, device=device, store=store)
-    if ready.problems:
-        raise PrerequisiteError(ready.message(str(loaded.path)))
-    folder = _run_folder(store, loaded)
-    return RunState(
-        loaded=loaded,
-        recipe=recipe,
-        device=device,
-        store=store,
-        folder=folder,
-        log=folder / "stages.log",
-        progress=Progress(progress_stream, steps=step_names(recipe), durations_s=store.durations_s()),
-        ready=ready,
-    )
-
-
-def step_names(recipe: ExpandedRecipe) -> tuple[str, ...]:
-    """The steps of a run, in order."""
-    names = [variant.name for variant in recipe.ordered()]
-    return (
-        *(["source"] if recipe.model.weights == "trained" else []),
-        *(f"quantize {name}" for name in names),
-        *(["speed"] if recipe.speed else []),
-        *(["serving"] if recipe.serving else []),
-        *(f"capacity {name}" for name in names if recipe.capacity),
-        *(f"quality {name}" for name in names if recipe.quality),
-    )
 
 
 def run_stages(state: RunState) -> None:
@@ -144,19 +63,6 @@ def run_stages(state: RunState) -> None:
     except KeyboardInterrupt:
         state.interrupted = True
         state.progress.say("interrupted: finished stages are kept; the same command goes on from here")
-
-
-def _run_folder(store: Store, loaded: LoadedRecipe) -> Path:
-    """A new folder; its name sorts by time and holds no path of the model."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    for attempt in range(1000):
-        folder = store.root / "runs" / f"{stamp}-{loaded.path.stem}{f'-{attempt}' if attempt else ''}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder.resolve()
-    raise PrerequisiteError(f"no free folder name under {store.root / 'runs'}")
 
 
 # --- stages ----------------------------------------------------------------------------------------------
@@ -257,6 +163,7 @@ def _speed(state: RunState) -> None:
             baseline=state.recipe.baseline,
             spec=spec,
             workload=state.recipe.workload,
+            cache_bytes=state.speed_cache_bytes(members),
             device=state.device,
             log=state.log,
             progress=state.progress.tell,
@@ -296,6 +203,17 @@ def _serving(state: RunState) -> None:
 SetResult = TypeVar("SetResult", SpeedStageResult, ServingStageResult)
 
 
+def _is_whole_set(result: SpeedStageResult | ServingStageResult) -> bool:
+    """Whether nothing failed. A set with failures is measured again next time: what failed may have been mended."""
+    outcomes = {row.outcome for one in result.variants.values() for row in one.rows}
+    outcomes |= {
+        one.prefix.outcome
+        for one in result.variants.values()
+        if isinstance(one, ServingResult) and one.prefix is not None
+    }
+    return not result.failures and "failed" not in outcomes
+
+
 def _members(state: RunState, stage: str) -> list[VariantSpec]:
     """The variants that there is a checkpoint of; the others fail the stage."""
     for variant in state.recipe.variants:
@@ -327,8 +245,7 @@ def _stage_of_all(
 
     def make() -> SetResult:
         result = measure()
-        # A set with failures is measured again next time: what failed may have been mended.
-        if not result.failures:
+        if _is_whole_set(result):
             _keep(state, stage, key, result)
         return result
 
@@ -454,11 +371,6 @@ def _skips(state: RunState, variant: VariantSpec, stage: str) -> bool:
         return False
     state.fail(variant.name, _skipped(stage))
     return True
-
-
-def failure(stage: str, reason: str, message: str) -> StageFailure:
-    """A stage that gave nothing, told in the words of `results.StageFailure`."""
-    return StageFailure.model_validate({"stage": stage, "reason": reason, "message": message})
 
 
 def _skipped(stage: str) -> StageFailure:

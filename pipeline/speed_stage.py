@@ -15,13 +15,14 @@ from typing import Literal
 
 from pipeline.alternation import ShapeTiming, TimingPlan, drift_percent, time_in_turn
 from pipeline.footprint import ShapeFacts, WeightReads, weight_reads
-from pipeline.hardware import Device, available_memory_bytes, machine_state
+from pipeline.hardware import Device, machine_state
 from pipeline.measure import Ceilings, Work, break_even_batch, free_lunch_batch, summarise
 from pipeline.measured import StageFailure
 from pipeline.processes import WorkerError, WorkerTurn, run_stage
 from pipeline.recipe import SpeedSpec, Workload
 from pipeline.results import CheckpointManifest
 from pipeline.roof import prefill_flops
+from pipeline.side_by_side import fit_together
 from pipeline.speed_results import (
     DeviceSpeed,
     MachineState,
@@ -33,13 +34,6 @@ from pipeline.speed_results import (
 )
 from pipeline.stages import DeviceSpeedRequest, Progress, RunnableCheckpoint, SpeedOpened, SpeedRequest
 
-_PROCESS_BYTES = 900_000_000
-"""What a worker needs beside its weights: interpreter, torch, activations of small batches."""
-_LOADED_PER_STORED = 2
-"""Bytes in memory for each on disk: a wider compute type, or copies while loading."""
-_USABLE_SHARE = 0.8
-"""Of the free memory; the rest is for KV caches and whatever else runs on the machine."""
-
 
 def measure_speed(
     checkpoints: Mapping[str, RunnableCheckpoint],
@@ -49,13 +43,15 @@ def measure_speed(
     baseline: str,
     spec: SpeedSpec,
     workload: Workload,
+    cache_bytes: int,
     device: Device,
     log: Path,
     progress: Progress,
 ) -> SpeedStageResult:
     """Time every variant at every shape. A variant that can't be loaded is among the failures.
 
-    `facts` are the model's shapes, for the FLOPs of its prompts; None where they aren't known.
+    `facts` are the model's shapes, for the FLOPs of its prompts; None where they aren't known. `cache_bytes` are the
+    KV caches of all variants at their largest shape: each keeps its last batch while another one has the turn.
     """
     before = machine_state(device)
     limits = run_stage(
@@ -77,12 +73,8 @@ def measure_speed(
         log=log,
         progress=progress,
     )
-    needed = sum(
-        manifest.weight_bytes_on_disk * _LOADED_PER_STORED + _PROCESS_BYTES for manifest in manifests.values()
-    )
-    # A GPU is asked for by its size: its free memory could only be read by opening it in this process.
-    free = device.memory_bytes if device.kind == "cuda" else available_memory_bytes()
-    together = needed < _USABLE_SHARE * free
+    sizes = [manifest.weight_bytes_on_disk for manifest in manifests.values()]
+    together = fit_together(sizes, device=device, cache_bytes=cache_bytes)
     if together:
         stage.together()
     else:

@@ -35,24 +35,18 @@ _CODE = {
     ),
     "quantize": ("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "quantizers"),
     "speed": (
-        *(*_RUNNING, "measure.py", "alternation.py", "speed_stage.py", "hardware.py", "roofline.py"),
-        *(
-            "roof.py",
-            "footprint.py",
-            "architecture.py",
-            "attention_span.py",
-            "parameter_parts.py",
-            "energy.py",
-        ),
+        *(*_RUNNING, "measured.py", "measure.py", "alternation.py", "speed_stage.py", "side_by_side.py"),
+        *("hardware.py", "roofline.py", "roof.py", "footprint.py", "architecture.py", "energy.py"),
+        *("attention_span.py", "parameter_parts.py", "processes.py"),
     ),
     "serving": (
-        *(*_RUNNING, "paged_session.py", "serving_load.py", "serving_measure.py"),
+        *(*_RUNNING, "measured.py", "paged_session.py", "serving_load.py", "serving_measure.py"),
         *("serving_summary.py", "serving_turns.py", "serving_stage.py", "side_by_side.py"),
-        *("simulation.py", "step_times.py"),
+        *("scheduler.py", "simulation.py", "step_times.py", "processes.py"),
     ),
     "capacity": (
         *(*_RUNNING, "measure.py", "activations.py", "capacity_probe.py", "capacity_stage.py"),
-        *("capacity_results.py", "paged_session.py", "processes.py"),
+        *("capacity_results.py", "paged_session.py", "scheduler.py", "processes.py"),
     ),
     "quality": (
         *("quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),

@@ -25,7 +25,7 @@ from pipeline.process_memory import (
     resident_bytes_now,
 )
 from pipeline.quality import QualityRequest, evaluate
-from pipeline.random_weights import random_manifest, write_random_variant
+from pipeline.random_weights import is_random, random_manifest, write_random_variant
 from pipeline.recipe import AnyEngine, AnyQuantizer
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
 from pipeline.speed_results import DeviceSpeed, SpeedShape
@@ -170,8 +170,11 @@ class SpeedSession:
         reset_peak_resident_bytes()
         before = resident_bytes_now()
         self._session = _open(request.checkpoint)
+        if is_random(Path(request.checkpoint.folder)):
+            self._session.reset_peak()  # drawing weights takes memory that loading a checkpoint wouldn't
         after = resident_bytes_now()
         self._meter = energy_meter(request.checkpoint.device)
+        self._shape: SpeedShape | None = None
         self.opened = SpeedOpened(
             compute_dtype=self._session.compute_dtype,
             execution=self._session.execution,
@@ -188,7 +191,10 @@ class SpeedSession:
         return self.run(asked.shape, seed=asked.seed)
 
     def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
-        """One timed generation with fresh prompts."""
+        """One timed generation with fresh prompts; memory that another shape left is handed back before."""
+        if shape != self._shape:
+            self._session.release()
+            self._shape = shape
         return take_turn(self._session, shape=shape, seed=seed, clock=time.perf_counter, meter=self._meter)
 
 
@@ -202,7 +208,6 @@ def take_turn(
         vocabulary_tokens=session.vocabulary_tokens,
         seed=seed,
     )
-    session.release()
     session.reset_peak()
     try:
         before_joules = meter.read_joules()

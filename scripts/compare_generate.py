@@ -107,7 +107,7 @@ def compare(model: Path, *, device: str, repeats: int) -> Comparison:
                     found += _figures(name, session, shape=shape, repeats=repeats)
     return Comparison(
         model=model.name,
-        device=detect().name,
+        device=detect().name if device == detect().kind else device,
         threads=torch.get_num_threads(),
         versions={name: version(name) for name in ("torch", "transformers")},
         figures=tuple(found),
@@ -162,6 +162,7 @@ def _check_same_tokens(
 
 
 def _ours(session: TransformersSession, prompts: list[list[int]], *, new_tokens: int) -> Timed:
+    session.release()
     trace = time_generation(session, prompts=prompts, new_tokens=new_tokens, clock=time.perf_counter)
     return Timed(ttft_s=trace.ttft_s, end_to_end_s=trace.token_times_s[-1])
 

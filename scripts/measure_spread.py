@@ -21,7 +21,8 @@ from pathlib import Path
 from pipeline.commands import store_from_environment
 from pipeline.measured import Distribution
 from pipeline.recipe import load_recipe
-from pipeline.runner import RunState, prepare, run_stages
+from pipeline.run_state import RunState, prepare
+from pipeline.runner import run_stages
 from pipeline.speed_results import SpeedRow, SpeedStageResult
 from pipeline.speed_stage import measure_speed
 from pipeline.text_table import markdown_table
@@ -95,6 +96,7 @@ def _run(made: RunState, *, state: RunState, number: int) -> SpeedStageResult:
         baseline=state.recipe.baseline,
         spec=state.recipe.speed,
         workload=state.recipe.workload,
+        cache_bytes=state.speed_cache_bytes(state.recipe.ordered()),
         device=state.device,
         log=state.log,
         progress=lambda text: _say(f"run {number}: {text}"),

@@ -92,7 +92,8 @@ class ServingSession(ABC):
 class Session(ABC):
     """A loaded model that runs one static batch at a time.
 
-    `prefill` then any number of `decode_step`; `prefill` starts afresh, with an empty cache.
+    `prefill` then any number of `decode_step`; `prefill` starts afresh, with an empty cache, in memory that the
+    batch before it may have left: `release` hands that back to the device.
     """
 
     compute_dtype: str

@@ -103,7 +103,7 @@ class TransformersSession(Session):
         import torch
         from transformers.cache_utils import DynamicCache, StaticCache
 
-        self.release()
+        self._drop()
         config = self.model.config
         width = max(map(len, prompts))
         if self._static:
@@ -175,9 +175,13 @@ class TransformersSession(Session):
 
     def release(self) -> None:
         """Drop cache and batch; on CUDA hand cached blocks back, so that the next shape starts clean."""
+        self._drop()
+        self._runtime.empty_cached_blocks()
+
+    def _drop(self) -> None:
+        """What the batch held stays with the allocator: asking the device again takes time, which a clock would see."""
         self._cache = self._padding = self._last = None
         self._held_tokens = 0
-        self._runtime.empty_cached_blocks()
 
     def serving(self, limits: Serving, *, share_prefixes: bool) -> PagedSession:
         """Continuous batching on the same weights; the static batch and its cache are dropped first."""
