@@ -34,9 +34,10 @@ class PagedSession(ServingSession):
 
     First come, first served; a decoding sequence never waits for a prompt. No margin of the cache is kept free and
     nothing is offloaded: a sequence that lacks a block is preempted and computed again later; `ServedStep.preempted`
-    counts it in the step that starts it again. Attention stays what the model was loaded with, so that static and
-    continuous batches run the same kernels; until `close` the model serves nobody else. Tokens are greedy, and no
-    end-of-sequence token ends a request.
+    counts it in the step that starts it again. Attention stays what the model was loaded with: nothing is switched to
+    flash attention, on a GPU neither. With SDPA or eager attention the library gathers the pages of all sequences of a
+    step and masks, for every query, those of the others; a static batch of equal prompts needs no mask. Until `close`
+    the model serves nobody else. Tokens are greedy, and no end-of-sequence token ends a request.
 
     Every logit that chooses a token is looked at: the highest one of a step isn't finite when any is NaN.
     """
@@ -79,7 +80,7 @@ class PagedSession(ServingSession):
             )
         self.forget()
         prefixes = "shared prefixes" if self._processor.cache.use_prefix_sharing else "no shared prefixes"
-        self.execution = f"eager, paged cache, {self._attention} attention, {prefixes}"
+        self.execution = f"eager, paged cache, {self._attention} attention over gathered pages, {prefixes}"
 
     def __enter__(self) -> Self:
         return self

@@ -8,15 +8,17 @@
 #
 # PYTHON names the interpreter (default python3); it must have a torch that finds the device. WHEELS may name a folder
 # of wheels for what it lacks (bitsandbytes, optimum-quanto, mlflow …), installed without asking any index.
+# OUT and WHEELS are paths as you type them, recipes are relative to the repository.
 # The tables, reports and logs lie in OUT afterwards. Exit code: 0, or the number of parts that failed; 3 without a GPU.
 set -u
-cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/gpu_check.sh OUT [RECIPE ...]}
 shift
-[ $# -gt 0 ] || set -- recipes/8b-random.yaml recipes/27b-random.yaml
 python=${PYTHON:-python3}
-mkdir -p "$out"
+mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
+[ -z "${WHEELS:-}" ] || WHEELS=$(cd "$WHEELS" && pwd) || exit 2
+cd "$(dirname "$0")/.." || exit 2
+[ $# -gt 0 ] || set -- recipes/8b-random.yaml recipes/27b-random.yaml
 failed=0
 
 if [ -n "${WHEELS:-}" ]; then

@@ -17,6 +17,7 @@ import pytest
 from pipeline.engines.base import Session
 from pipeline.engines.transformers import Transformers
 from pipeline.hardware import detect, machine_state
+from pipeline.paged_session import PagedSession
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.native import Native
 from pipeline.results import Report, VariantReport
@@ -46,15 +47,15 @@ def generated(session: Session, *, new_tokens: int = 6) -> list[list[int]]:
     return [list(sequence) for sequence in zip(*steps, strict=True)]
 
 
-def served(session: Session, *, new_tokens: int = 6) -> int:
-    """Tokens that continuous batching produced for both prompts."""
-    produced = 0
-    with session.serving(LIMITS, share_prefixes=False) as serving:
+def served(session: Session, *, share_prefixes: bool = False, new_tokens: int = 6) -> list[list[int]]:
+    """The tokens of both prompts by continuous batching."""
+    with session.serving(LIMITS, share_prefixes=share_prefixes) as serving:
+        assert isinstance(serving, PagedSession)
         for number, prompt in enumerate(PROMPTS):
             serving.submit(number, prompt, new_tokens=new_tokens)
-        while (step := serving.step()) is not None:
-            produced += len(step.produced)
-    return produced
+        while serving.step() is not None:
+            pass
+        return [list(serving.answers[number]) for number in range(len(PROMPTS))]
 
 
 @every_quantizer
@@ -75,7 +76,7 @@ def test_every_quantizer_quantizes_loads_and_runs_on_the_gpu(quantizer: Quantize
         assert (
             memory.weight_bytes_resident + memory.kv_cache_bytes <= memory.peak_bytes <= memory.reserved_bytes
         )
-        assert served(session) == 12
+        assert [len(answer) for answer in served(session)] == [6, 6]
         assert generated(session) == tokens, "the static session must be what it was before serving"
 
 
@@ -84,7 +85,10 @@ def test_a_model_computes_the_same_tokens_on_gpu_and_cpu(tmp_path: Path) -> None
     engine = Transformers(compute_dtype="float32")
     on_gpu = engine.open(folder, quantizer=Native(dtype="fp16"), device="cuda")
     on_cpu = engine.open(folder, quantizer=Native(dtype="fp16"), device="cpu")
-    assert generated(on_gpu) == generated(on_cpu)
+    expected = generated(on_cpu)
+    assert generated(on_gpu) == expected
+    assert served(on_gpu) == expected
+    assert served(on_gpu, share_prefixes=True) == expected
 
 
 def test_a_gpu_that_is_full_is_out_of_memory_and_no_bug() -> None:

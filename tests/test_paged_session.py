@@ -90,7 +90,9 @@ def test_eager_attention_serves_and_comes_back() -> None:
     running = session(loaded)
     expected = alone(running, prompts())
     with running.serving(LIMITS, share_prefixes=False) as serving:
-        assert serving.execution == "eager, paged cache, eager attention, no shared prefixes"
+        assert (
+            serving.execution == "eager, paged cache, eager attention over gathered pages, no shared prefixes"
+        )
         served(serving, prompts())
         assert serving.answers == expected
     assert loaded.config._attn_implementation == "eager"
