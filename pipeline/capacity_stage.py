@@ -68,12 +68,9 @@ def capacity_of(worker: OpenWorker, *, request: CapacityRequest, progress: Progr
             paged = _search("paged", workers, request=request, progress=progress)
         except StageError as error:
             update = {"limited_by": "failure", "because": str(error), "measured_sequences": None}
-            blank = {
-                "predicted_sequences": None,
-                "peak_bytes_per_sequence": None,
-                "memory": None,
-                "probes": (),
-            }
+            of_contiguous = ("predicted_sequences", "predicted_peak", "peak_bytes_per_sequence", "memory")
+            blank = {**dict.fromkeys(of_contiguous), "probes": (), "notes": ()}
+            blank["kv_bytes_per_sequence_predicted"] = request.paged.kv_bytes_per_sequence_predicted
             paged = result.model_copy(
                 update={"layout": "paged", "kv_bytes_per_sequence": None, **update, **blank}
             )
@@ -92,8 +89,10 @@ def _search(
     ceiling = request.max_sequences
     if layout == "paged":
         assert request.paged is not None
-        # A sequence decodes a token a step, and prompts need some of them too.
-        ceiling = min(ceiling, max(1, request.paged.max_batch_tokens // 2))
+        # A sequence decodes a token a step, prompts need some of them too, and more sequences than this never overlap
+        # (`overlapping_answer_tokens`).
+        step, prompt = request.paged.max_batch_tokens, request.context_tokens - request.new_tokens
+        ceiling = min(ceiling, max(1, min(step // 2, (prompt - 2) * step // prompt)))
     found = 0
     if prober.fits(1):
         start = _first_guess(prober) if ceiling > 1 else 1

@@ -32,6 +32,8 @@ from pipeline.traffic import read_trace
 from pipeline.variant_plan import USABLE_MEMORY_SHARE, budget_bytes, compute_bytes, kv_element_bytes
 
 DEFAULT_DATA_FOLDER = ".assets/evals"
+LEAST_PAGE_TOKENS = 4
+"""Of transformers' continuous batching (5.24, `ContinuousBatchingConfig.page_size`)."""
 
 ComputeType = Literal["float32", "bfloat16", "float16"]
 
@@ -176,6 +178,13 @@ def _plugin_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem
         yield from variant.quantizer.check(device=device.kind)
         if variant.engine:
             yield from variant.engine.check(device=device.kind)
+    pages = recipe.serving is not None or (recipe.capacity is not None and "paged" in recipe.capacity.layouts)
+    if pages and recipe.traffic is not None and recipe.traffic.block_tokens < LEAST_PAGE_TOKENS:
+        yield Problem(
+            what=f"traffic.block_tokens is {recipe.traffic.block_tokens}; transformers' paged cache has pages of at "
+            f"least {LEAST_PAGE_TOKENS} tokens",
+            fix=f"set traffic.block_tokens to {LEAST_PAGE_TOKENS} or more",
+        )
 
 
 def _size_problems(

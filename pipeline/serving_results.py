@@ -128,6 +128,7 @@ class PrefixRow(Value):
     cold_computed_tokens: int | None = None
     cached_computed_tokens: int | None = None
     reused_tokens: int | None = None
+    noisy: bool = False
 
     @property
     def times_faster(self) -> float | None:

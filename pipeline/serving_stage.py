@@ -28,6 +28,7 @@ from pipeline.serving_results import PrefixRow, ServingCell, ServingResult, Serv
 from pipeline.serving_summary import (
     fit_serving_steps,
     gain_over_static,
+    is_noisy_prefix,
     is_noisy_serving,
     summarise_prefix,
     summarise_serving,
@@ -69,6 +70,13 @@ class CellTiming:
             return
         self.traces += [result.trace] if result.trace else []
         self.prefixes += [result.prefix] if result.prefix else []
+
+    def is_noisy(self, *, max_cv_percent: float) -> bool:
+        """Whether the repeats so far spread more than that."""
+        if self.cell is None:
+            return is_noisy_prefix(self.prefixes, max_cv_percent=max_cv_percent)
+        arrivals = self.cell.load == "open"
+        return is_noisy_serving(self.traces, max_cv_percent=max_cv_percent, arrivals=arrivals)
 
 
 # --- turns -----------------------------------------------------------------------------------------------
@@ -126,7 +134,7 @@ def _done(timed: Sequence[CellTiming], repeat: int, *, spec: ServingSpec) -> boo
     if not going_on or repeat > 2 * spec.repeats:
         return True
     return repeat > spec.repeats and not any(
-        is_noisy_serving(timing.traces, max_cv_percent=spec.max_cv_percent) for timing in going_on
+        timing.is_noisy(max_cv_percent=spec.max_cv_percent) for timing in going_on
     )
 
 
@@ -291,7 +299,7 @@ def serving_result(
         static_execution=opened.execution,
         continuous_execution=next((timing.execution for timing in timings if timing.execution), ""),
         rows=tuple(_row(timing, cells=cells, load=load, spec=spec) for timing in cells),
-        prefix=_prefix_row(prefix, load=load) if prefix else None,
+        prefix=_prefix_row(prefix, load=load, spec=spec) if prefix else None,
         step_times=fit_serving_steps(samples),
     )
 
@@ -322,7 +330,7 @@ def _row(
     )
 
 
-def _prefix_row(timing: CellTiming, *, load: ServingLoad) -> PrefixRow:
+def _prefix_row(timing: CellTiming, *, load: ServingLoad, spec: ServingSpec) -> PrefixRow:
     prefix_tokens = load.prefix_tokens or 0
     if timing.failure:
         return PrefixRow(
@@ -331,4 +339,9 @@ def _prefix_row(timing: CellTiming, *, load: ServingLoad) -> PrefixRow:
             outcome="out_of_memory" if timing.failure.outcome == "out_of_memory" else "failed",
             because=timing.failure.because,
         )
-    return summarise_prefix(timing.prefixes, prefix_tokens=prefix_tokens, fresh_tokens=load.fresh_tokens)
+    return summarise_prefix(
+        timing.prefixes,
+        prefix_tokens=prefix_tokens,
+        fresh_tokens=load.fresh_tokens,
+        max_cv_percent=spec.max_cv_percent,
+    )

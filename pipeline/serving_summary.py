@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from statistics import fmean
 
 from pipeline.engines.base import SessionMemory
 from pipeline.errors import StageError
@@ -84,14 +85,28 @@ def summarise_serving(
         prefill_tokens=round(_median(sum(step.prefill_tokens for step in trace.steps) for trace in traces)),
         preemptions=max(trace.preemptions for trace in traces),
         overloaded=_overloaded(traces) if cell.load == "open" else None,
-        noisy=is_noisy_serving(traces, max_cv_percent=max_cv_percent),
+        noisy=is_noisy_serving(traces, max_cv_percent=max_cv_percent, arrivals=cell.load == "open"),
     )
 
 
-def is_noisy_serving(traces: Sequence[ServingTrace], *, max_cv_percent: float) -> bool:
-    """Whether output tokens a second spread more than the recipe allows; void repeats are no noise."""
-    rates = [trace.output_tokens_per_s for trace in traces if trace.duration_s > 0]
-    return bool(rates) and Distribution.of(rates).cv_percent > max_cv_percent
+def is_noisy_serving(traces: Sequence[ServingTrace], *, max_cv_percent: float, arrivals: bool) -> bool:
+    """Whether output tokens a second spread more than the recipe allows; void repeats are no noise.
+
+    With `arrivals` the rate is that of the requests, however slow the machine is: there the mean latency is judged.
+    """
+    finished = [trace for trace in traces if trace.duration_s > 0 and not _void_reason(trace)]
+    figures = [
+        fmean(one.latency_s for one in trace.requests) if arrivals else trace.output_tokens_per_s
+        for trace in finished
+    ]
+    return bool(figures) and Distribution.of(figures).cv_percent > max_cv_percent
+
+
+def is_noisy_prefix(traces: Sequence[PrefixTrace], *, max_cv_percent: float) -> bool:
+    """The same of a cached prefix: of the cold TTFT, and of each repeat's median cached one."""
+    cold = [trace.ttft_s[0] for trace in traces]
+    cached = [_median(trace.ttft_s[1:]) for trace in traces]
+    return any(one and Distribution.of(one).cv_percent > max_cv_percent for one in (cold, cached))
 
 
 def gain_over_static(
@@ -218,7 +233,9 @@ def _percentiles(figures: Iterable[float]) -> Percentiles | None:
 # --- the prefix, step times, cost ------------------------------------------------------------------------
 
 
-def summarise_prefix(traces: Sequence[PrefixTrace], *, prefix_tokens: int, fresh_tokens: int) -> PrefixRow:
+def summarise_prefix(
+    traces: Sequence[PrefixTrace], *, prefix_tokens: int, fresh_tokens: int, max_cv_percent: float
+) -> PrefixRow:
     """The cold request and the later ones of each repeat; void unless the counts prove that the prefix was reused."""
     length = prefix_tokens + fresh_tokens
     later = max(count for trace in traces for count in trace.computed_tokens[1:])
@@ -233,6 +250,7 @@ def summarise_prefix(traces: Sequence[PrefixTrace], *, prefix_tokens: int, fresh
         cold_computed_tokens=max(trace.computed_tokens[0] for trace in traces),
         cached_computed_tokens=later,
         reused_tokens=max(0, length - later),
+        noisy=is_noisy_prefix(traces, max_cv_percent=max_cv_percent),
     )
 
 

@@ -230,7 +230,7 @@ def _prefix_cells(name: str, row: PrefixRow) -> tuple[str, ...]:
     ]
     return (
         name,
-        row.outcome.replace("_", " "),
+        row.outcome.replace("_", " ") + (", noisy" if holds and row.noisy else ""),
         str(row.prefix_tokens),
         str(row.fresh_tokens),
         *(_cell(count, "d") for count in counts),

@@ -117,7 +117,8 @@ class ServingTurns:
             batch_size=cell.concurrency,
             clock=self._clock,
         )
-        memory = self._session.memory()
+        # What is in the cache now is that of the last batch, which may be a small one.
+        memory = self._session.memory().model_copy(update={"kv_cache_bytes": None})
         self._session.release()
         return ServingTurnResult(outcome="measured", trace=trace, memory=memory)
 

@@ -12,6 +12,7 @@ from pipeline.fleet import Targets
 from pipeline.scheduler import Serving
 from pipeline.scripted_serving import ScriptedModel, ScriptedServing
 from pipeline.serving_measure import (
+    PrefixTrace,
     ServingTrace,
     prefill_with_prefix,
     prompts_of,
@@ -225,6 +226,17 @@ def test_the_spread_over_repeats_marks_a_row_noisy() -> None:
     assert not row(served(THREE), slower, max_cv_percent=21.0).noisy
 
 
+def test_in_an_open_loop_the_latency_marks_a_row_noisy_because_arrivals_set_the_rate() -> None:
+    requests = [Request(10.0 * place, 2, 2) for place in range(3)]
+    quick = served(requests, session=ScriptedServing(LIMITS, step_s=1.0), arrivals=True)
+    slow = served(requests, session=ScriptedServing(LIMITS, step_s=2.0), arrivals=True)
+    found = row(quick, slow, cell=OPEN)
+    assert found.output_tokens_per_s is not None
+    assert found.output_tokens_per_s.cv_percent < 5.0
+    assert found.noisy
+    assert not row(quick, quick, cell=OPEN).noisy
+
+
 def test_raw_times_of_every_request_and_repeat_are_kept() -> None:
     found = row(served(THREE), served(THREE))
     assert [len(repeat) for repeat in found.repeats] == [3, 3]
@@ -309,7 +321,22 @@ def prefix_row(*, prompt_tokens: int = 13, earlier: bool = False, **play: Any) -
     if earlier:
         prefill_with_prefix(session, prompts=prompts[:1], clock=session.clock)
     trace = prefill_with_prefix(session, prompts=prompts, clock=session.clock)
-    return summarise_prefix([trace], prefix_tokens=10, fresh_tokens=3)
+    return summarise_prefix([trace], prefix_tokens=10, fresh_tokens=3, max_cv_percent=5.0)
+
+
+def test_a_prefix_whose_times_spread_over_repeats_is_marked_noisy() -> None:
+    def marked(cold_s: float, cached_s: float) -> bool:
+        traces = [
+            PrefixTrace(ttft_s=times_s, computed_tokens=(13, 3, 3), produced=(2, 2, 2))
+            for times_s in ((1.0, 0.5, 0.5), (cold_s, cached_s, cached_s))
+        ]
+        found = summarise_prefix(traces, prefix_tokens=10, fresh_tokens=3, max_cv_percent=5.0)
+        assert found.outcome == "measured"
+        return found.noisy
+
+    assert not marked(1.0, 0.5)
+    assert marked(1.5, 0.5)
+    assert marked(1.0, 0.75)
 
 
 def test_a_cached_prefix_saves_its_whole_blocks() -> None:

@@ -74,7 +74,7 @@ def serving(**fields: Any) -> ServingResult:
         "static_execution": "eager",
         "continuous_execution": "paged",
         "rows": (*rows(), LOST),
-        "prefix": summarise_prefix([prefix], prefix_tokens=32, fresh_tokens=8),
+        "prefix": summarise_prefix([prefix], prefix_tokens=32, fresh_tokens=8, max_cv_percent=5.0),
     }
     return ServingResult(**{**defaults, **fields})
 
@@ -158,7 +158,9 @@ def test_the_cached_prefix_shows_what_was_computed_and_what_it_saved() -> None:
 
 def test_a_void_prefix_shows_its_counts_no_times_and_its_reason() -> None:
     trace = PrefixTrace(ttft_s=(0.2, 0.2), computed_tokens=(40, 40), produced=(2, 2))
-    text = markdown(report(prefix=summarise_prefix([trace], prefix_tokens=32, fresh_tokens=8)))
+    text = markdown(
+        report(prefix=summarise_prefix([trace], prefix_tokens=32, fresh_tokens=8, max_cv_percent=5.0))
+    )
     _, row = table(text, "### Prefill from a cached prefix\n")
     assert row == ["int8", "void", "32", "8", "40", "40", "0", "–", "–", "–"]
     assert "int8: serving: cached prefix, void: no prefix was reused" in text
@@ -340,3 +342,10 @@ def test_a_trace_must_be_there_and_hold_enough_requests(tmp_path: Path) -> None:
     assert ready.problems == ()
     assert ready.load is not None
     assert len(ready.load.requests) == 8
+
+
+def test_pages_that_transformers_doesn_t_make_are_refused_before_any_work(tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama")
+    (problem,) = looked_at(tmp_path, traffic={**TRAFFIC, "block_tokens": 2}).problems
+    assert problem.what.startswith("traffic.block_tokens is 2; ")
+    assert problem.fix == "set traffic.block_tokens to 4 or more"
