@@ -87,7 +87,7 @@ class CapacitySession:
         if session is None:
             return_large_blocks_at_once()
             predicted, not_predicted = _predicted(request)
-        self._session = session or _open(request.checkpoint)
+        self._session = session or request.checkpoint.open()
         self._request = request
         self._warm_up()
         self._weights = self._session.memory().weight_bytes_resident
@@ -253,12 +253,6 @@ def _serve_together(serving: ServingSession, *, sequences: int, new_tokens: int)
             f"of {sequences} sequences at most {together} ran at the same time and {preempted} were preempted; "
             f"{produced} of {sequences * new_tokens} tokens were produced"
         )
-
-
-def _open(checkpoint: RunnableCheckpoint) -> Session:
-    return checkpoint.engine.open(
-        Path(checkpoint.folder), quantizer=checkpoint.quantizer, device=checkpoint.device
-    )
 
 
 def _predicted(request: CapacityRequest) -> tuple[PeakPrediction | None, str]:

@@ -160,9 +160,12 @@ def _same_device(measured_on: Device, planned: Device) -> bool:
 
 
 def _measured_steps(report: Report) -> dict[str, MeasuredSteps]:
-    """Step times by variant, of those that were measured at enough batch sizes to tell."""
+    """Step times by variant: those of continuous batching, or of static batches of enough sizes to tell."""
     found = {}
     for variant in report.variants:
+        if variant.serving and variant.serving.step_times:
+            found[variant.name] = variant.serving.step_times
+            continue
         rows = variant.speed.rows if variant.speed else ()
         with suppress(StageError):
             found[variant.name] = step_times_of_batches(
@@ -201,6 +204,13 @@ def _beside(plan: Plan, last: _StoredRun, *, steps: Mapping[str, MeasuredSteps])
 
 
 def _fit_note(variant: VariantReport, fitted: MeasuredSteps) -> str:
+    if variant.serving and variant.serving.step_times == fitted:
+        most = max(row.concurrency for row in variant.serving.rows if row.mode == "continuous")
+        return (
+            f"{variant.name}: the fleet's step times are fitted to {fitted.samples:,} measured steps of continuous "
+            f"batching, of up to {most} sequences (median error {100 * fitted.median_error:.0f} %); more are "
+            "extrapolated"
+        )
     rows = [
         row
         for row in (variant.speed.rows if variant.speed else ())

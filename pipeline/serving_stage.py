@@ -35,7 +35,6 @@ from pipeline.serving_summary import (
 )
 from pipeline.serving_turns import ServingOpened, ServingQuestion, ServingRequest, ServingTurnResult
 from pipeline.side_by_side import fit_together
-from pipeline.speed_results import MachineState
 from pipeline.stages import Progress, RunnableCheckpoint
 
 
@@ -207,17 +206,12 @@ def measure_serving(
         machine_after=after,
         alternated=together,
         requests=load.requests,
-        variants={name: _marked(result, after) for name, result in stage.results.items()},
+        variants={
+            name: result.model_copy(update={"notes": (*result.notes, *after.notes)})
+            for name, result in stage.results.items()
+        },
         failures=stage.failures,
     )
-
-
-def _marked(result: ServingResult, after: MachineState) -> ServingResult:
-    """With a note when the device held its clocks back; such figures are too low, not void."""
-    if not after.gpu_throttled_by:
-        return result
-    note = f"the GPU was throttled at the end of serving: {', '.join(after.gpu_throttled_by)}"
-    return result.model_copy(update={"notes": (*result.notes, note)})
 
 
 class _ServingStage:

@@ -10,7 +10,6 @@ closed before static batches are warmed up, whose memory is read then.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Literal
 
 from pipeline.engines.base import ServingSession, Session, SessionMemory
@@ -182,13 +181,10 @@ class ServingWorker:
     """The same for a checkpoint, loaded once."""
 
     def __init__(self, request: ServingRequest) -> None:
-        checkpoint = request.checkpoint
-        session = checkpoint.engine.open(
-            Path(checkpoint.folder), quantizer=checkpoint.quantizer, device=checkpoint.device
-        )
+        session = request.checkpoint.open()
         self.opened = ServingOpened(compute_dtype=session.compute_dtype, execution=session.execution)
         self._turns = ServingTurns(
-            session, load=request.load, clock=time.perf_counter, wait_until=_sleep_until
+            session, load=request.load, clock=time.perf_counter, wait_until=sleep_until
         )
 
     def answer(self, question: str) -> ServingTurnResult:
@@ -196,5 +192,6 @@ class ServingWorker:
         return self._turns.run(ServingQuestion.model_validate_json(question))
 
 
-def _sleep_until(time_s: float) -> None:
+def sleep_until(time_s: float) -> None:
+    """Sleep until `time.perf_counter` shows so many seconds."""
     time.sleep(max(0.0, time_s - time.perf_counter()))

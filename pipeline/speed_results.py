@@ -129,6 +129,13 @@ class MachineState(Value):
     gpu_power_w: float | None = None
     gpu_throttled_by: tuple[str, ...] = ()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What must be known of figures taken until then: with clocks held back they are too low, not void."""
+        if not self.gpu_throttled_by:
+            return ()
+        return (f"the GPU was throttled at the end of the stage: {', '.join(self.gpu_throttled_by)}",)
+
 
 class SpeedStageResult(Value):
     """The speed stage over the whole set of variants; `failures` tells which variants have no result."""

@@ -25,7 +25,6 @@ from pipeline.roof import prefill_flops
 from pipeline.side_by_side import fit_together
 from pipeline.speed_results import (
     DeviceSpeed,
-    MachineState,
     MemoryResult,
     SpeedResult,
     SpeedRow,
@@ -85,17 +84,12 @@ def measure_speed(
         machine_before=before,
         machine_after=after,
         alternated=together,
-        variants={name: _marked(result, after) for name, result in stage.results.items()},
+        variants={
+            name: result.model_copy(update={"notes": (*result.notes, *after.notes)})
+            for name, result in stage.results.items()
+        },
         failures=stage.failures,
     )
-
-
-def _marked(result: SpeedResult, after: MachineState) -> SpeedResult:
-    """The result with a note when the device held its clocks back; such figures are too low, not void."""
-    if not after.gpu_throttled_by:
-        return result
-    note = f"the GPU was throttled at the end of the stage: {', '.join(after.gpu_throttled_by)}"
-    return result.model_copy(update={"notes": (*result.notes, note)})
 
 
 def _dtypes(device: Device) -> tuple[str, ...]:

@@ -62,6 +62,10 @@ class RunnableCheckpoint(Value):
     engine: AnyEngine
     device: str
 
+    def open(self) -> Session:
+        """Load it. Raises CheckpointError, or the engine's own out of memory."""
+        return self.engine.open(Path(self.folder), quantizer=self.quantizer, device=self.device)
+
 
 class SpeedRequest(Value):
     """What a speed worker loads; the shapes that it runs come turn by turn."""
@@ -169,7 +173,7 @@ class SpeedSession:
 
         reset_peak_resident_bytes()
         before = resident_bytes_now()
-        self._session = _open(request.checkpoint)
+        self._session = request.checkpoint.open()
         if is_random(Path(request.checkpoint.folder)):
             self._session.reset_peak()  # drawing weights takes memory that loading a checkpoint wouldn't
         after = resident_bytes_now()
@@ -236,12 +240,6 @@ def first_line(error: BaseException) -> str:
     """The start of an exception's text, for a message on one line."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else "no message"
-
-
-def _open(checkpoint: RunnableCheckpoint) -> Session:
-    return checkpoint.engine.open(
-        Path(checkpoint.folder), quantizer=checkpoint.quantizer, device=checkpoint.device
-    )
 
 
 # --- quality ---------------------------------------------------------------------------------------------

@@ -83,17 +83,17 @@ def _converse(stage: str, request: str, emit: Callable[..., None]) -> None:
 
 def _opened(stage: str, request: str) -> Any:
     """Something with the facts `opened` and a method that answers questions."""
-    from pipeline import serving_turns, stages
-
     if stage == "serving":
-        request_value = serving_turns.ServingRequest.model_validate_json(request)
-        return serving_turns.ServingWorker(request_value)
+        from pipeline import serving_turns
+
+        return serving_turns.ServingWorker(serving_turns.ServingRequest.model_validate_json(request))
     if stage == "capacity":
         from pipeline import capacity_probe
 
-        wanted = capacity_probe.CapacityRequest.model_validate_json(request)
-        return capacity_probe.CapacitySession(wanted)
+        return capacity_probe.CapacitySession(capacity_probe.CapacityRequest.model_validate_json(request))
     assert stage == "speed", stage
+    from pipeline import stages
+
     return stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
 
 

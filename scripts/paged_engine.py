@@ -22,6 +22,7 @@ from pipeline.errors import StageError
 from pipeline.quantizers.native import Native
 from pipeline.serving_measure import prompts_of, serve_continuously
 from pipeline.serving_summary import replay_of
+from pipeline.serving_turns import sleep_until
 from pipeline.simulation import Replay, Request, Serving
 from pipeline.step_times import StepSample
 
@@ -61,7 +62,7 @@ class PagedEngine(AbstractContextManager["PagedEngine"]):
             prompts=prompts,
             concurrency=len(requests),
             clock=time.perf_counter,
-            wait_until=_sleep_until,
+            wait_until=sleep_until,
         )
         replay = replay_of(trace) if all(one.finished for one in trace.requests) else None
         if replay is None:
@@ -70,7 +71,3 @@ class PagedEngine(AbstractContextManager["PagedEngine"]):
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def _sleep_until(time_s: float) -> None:
-    time.sleep(max(0.0, time_s - time.perf_counter()))

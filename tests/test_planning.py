@@ -16,7 +16,9 @@ from pipeline.plan_text import plan_table
 from pipeline.plan_values import Plan
 from pipeline.planning import MEASURED_DEVICE, plan_recipe
 from pipeline.recipe import load_recipe
+from pipeline.serving_results import ServingResult, ServingRow
 from pipeline.speed_results import DeviceSpeed, SpeedRow
+from pipeline.step_times import MeasuredSteps
 from pipeline.store import Store
 from tests import result_builders as results
 from tests.tiny_models import write_llama
@@ -75,6 +77,7 @@ def keep_run(
     *,
     name: str = "20260101-1-recipe",
     device: Device | None = None,
+    served: ServingResult | None = None,
     **fields: object,
 ) -> Path:
     """A stored report of a run of that recipe on this machine (or `device`)."""
@@ -84,7 +87,7 @@ def keep_run(
     speed = results.speed("fp16", rows=(row(1), row(4), pieces))
     loaded = load_recipe(path).recipe
     report = results.report(
-        results.variant_report(results.variant("fp16", speed=speed)),
+        results.variant_report(results.variant("fp16", speed=speed, serving=served)),
         results.variant_report(results.variant("int8", speed=results.speed("int8", rows=(row(1),)))),
         recipe_digest=loaded.digest(),
         resolved_recipe=loaded.expand(device=(device or detect()).kind).model_dump(mode="json"),
@@ -167,6 +170,33 @@ def test_a_fleet_uses_step_times_where_a_run_can_tell_them(model: Path, store: S
     notes = [note for note in planned(path, store).notes if "extrapolated" in note]
     assert len(notes) == 1
     assert "batches of 1, 4, prompts of 40 tokens" in notes[0]
+
+
+def test_steps_of_continuous_batching_tell_a_fleet_more_than_static_batches(
+    model: Path, store: Store, tmp_path: Path
+) -> None:
+    path = recipe(tmp_path, model, RECIPE + TRAFFIC + "serving: {concurrency: [6], requests: 8}\n")
+    steps = MeasuredSteps(
+        seconds={"step": 0.02}, samples=1234, median_error=0.04, p90_error=0.1, total_error=0.0
+    )
+    cell = ServingRow(mode="continuous", load="closed", concurrency=6, outcome="measured", requests=8)
+    served = ServingResult(
+        engine="transformers",
+        device="cpu",
+        compute_dtype="float32",
+        static_execution="eager",
+        continuous_execution="paged",
+        rows=(cell,),
+        step_times=steps,
+    )
+    keep_run(store, path, served=served)
+    limits = DeviceSpeed(read_bandwidth_bytes_per_s=2e10, matmul_flops_per_s={"float32": 1e11})
+    store.put(MEASURED_DEVICE, fingerprint(detect()), limits)
+    fp16 = planned(path, store).variants[0]
+    assert fp16.fleet is not None
+    assert fp16.fleet.size.unloaded_tpot_s == pytest.approx(0.020), "not the 11 ms of the static batches"
+    notes = [note for note in planned(path, store).notes if "extrapolated" in note]
+    assert "1,234 measured steps of continuous batching, of up to 6 sequences (median error 4 %)" in notes[0]
 
 
 def test_traffic_prices_and_rules_can_change_without_a_new_run(
