@@ -30,6 +30,8 @@ class ProbingWorker(Protocol):
         """One try. Raises WorkerError when the worker dies of it."""
 
 
+AIMS = 4
+"""Times that a search trusts the line through two peaks; peaks of small batches are noisy on a CPU."""
 OpenWorker = Callable[[], AbstractContextManager[ProbingWorker]]
 
 
@@ -96,17 +98,25 @@ def _search(
     found = 0
     if prober.fits(1):
         start = _first_guess(prober) if ceiling > 1 else 1
-        found = largest_that_fits(prober.fits, start=start, ceiling=ceiling)
+        found = largest_that_fits(prober.fits, start=start, ceiling=ceiling, between=prober.between)
     return _result(prober, found=found, ceiling=ceiling, opened=workers.opened)
 
 
-def largest_that_fits(fits: Callable[[int], bool], *, start: int, ceiling: int) -> int:
+def largest_that_fits(
+    fits: Callable[[int], bool],
+    *,
+    start: int,
+    ceiling: int,
+    between: Callable[[int, int], int | None] = lambda _low, _high: None,
+) -> int:
     """Largest count in 1 … ceiling for which `fits` is true, when 1 is known to fit.
 
-    Gallops away from `start` until the limit is enclosed, then bisects.
+    Gallops away from `start` until the limit is enclosed, then bisects; `between` may know a better place between one
+    that fits and one that doesn't, and is asked `AIMS` times at most.
     """
     low, high, stride, probe = 1, ceiling + 1, 1, start
     grown = shrunk = False
+    aims = AIMS
     while high - low > 1:
         probe = min(max(probe, low + 1), high - 1)
         if fits(probe):
@@ -118,6 +128,8 @@ def largest_that_fits(fits: Callable[[int], bool], *, start: int, ceiling: int) 
         stride *= 2
         if grown and shrunk:
             probe = (low + high) // 2
+        if aims and (aim := between(low, high)) is not None:
+            probe, stride, aims = aim, 1, aims - 1
     return low
 
 
@@ -173,6 +185,14 @@ class _Prober:
         self.layout, self.request = layout, request
         self.probes: list[CapacityProbe] = []
         self._workers, self._progress = workers, progress
+
+    def between(self, low: int, high: int) -> int | None:
+        """Where the budget ends on the line through the peaks of these two; None where one isn't known."""
+        peaks = {probe.sequences: probe.peak_bytes for probe in self.probes}
+        below, above = peaks.get(low), peaks.get(high)
+        if below is None or above is None or above <= below:
+            return None
+        return low + (self.request.budget_bytes - below) * (high - low) // (above - below)
 
     def fits(self, sequences: int) -> bool:
         """Whether so many ran within the budget."""

@@ -68,13 +68,20 @@ def _fits_row(name: str, one: CapacityResult) -> tuple[str, ...]:
         name,
         one.layout,
         held,
-        "–" if one.predicted_sequences is None else str(one.predicted_sequences),
+        _predicted(one),
         _mb(one.kv_bytes_per_sequence),
         _mb(one.kv_bytes_per_sequence_predicted),
         _mb(one.peak_bytes_per_sequence),
         _mb(one.predicted_peak.bytes_per_sequence if one.predicted_peak else None),
         one.because if one.limited_by == "failure" else capacity_reason(one),
     )
+
+
+def _predicted(one: CapacityResult) -> str:
+    """Without predicted activations the number is what weights and KV cache leave room for, which is too many."""
+    if one.predicted_sequences is None:
+        return "–"
+    return str(one.predicted_sequences) if one.predicted_peak else f"under {one.predicted_sequences}"
 
 
 def _split_row(variant: VariantReport, one: CapacityResult) -> tuple[str, ...]:

@@ -95,6 +95,11 @@ def parse_config(config: Mapping[str, Any], *, source: str) -> ParsedConfig:
         raise RecipeError(
             f"{source}: transformers refuses this {name!r} config: {one_line(error)}"
         ) from error
+    if getattr(parsed, "is_decoder", None) is False:
+        raise RecipeError(
+            f"{source}: {name!r} is an encoder here (is_decoder is false): it generates nothing; name a model that "
+            "continues text"
+        )
     return ParsedConfig(parsed, unknown)
 
 

@@ -101,7 +101,7 @@ class SpeedSpec(Value):
     prefill_chunk_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     context_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     warmup: Annotated[int, Field(ge=1)] = 2
-    repeats: Annotated[int, Field(ge=3)] = 5
+    repeats: Annotated[int, Field(ge=3, le=1000)] = 5
     min_seconds: Annotated[float, Field(ge=0)] = 1.0
     max_cv_percent: Annotated[float, Field(gt=0)] = 5.0
 
@@ -124,7 +124,7 @@ class ServingSpec(Value):
 
     concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 4, 8)
     requests: Annotated[int, Field(gt=0, le=100_000)] = 32
-    repeats: Annotated[int, Field(ge=3)] = 3
+    repeats: Annotated[int, Field(ge=3, le=1000)] = 3
     max_cv_percent: Annotated[float, Field(gt=0)] = 5.0
     prefix_tokens: Positive | None = None
 

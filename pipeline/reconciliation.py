@@ -58,6 +58,8 @@ def capacity_reason(capacity: CapacityResult) -> str:
         return ""
     if capacity.limited_by == "ceiling":
         return "the search ended at its ceiling: more may fit"
+    if not held:
+        return capacity.because
     peak, taken = capacity.predicted_peak, capacity.peak_bytes_per_sequence
     if peak is None or taken is None:
         return _activations_reason(capacity)

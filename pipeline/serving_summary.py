@@ -6,6 +6,7 @@ row.output_tokens_per_s.median, row.ttft_s.p99
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from statistics import fmean
@@ -138,10 +139,10 @@ def goodput(traces: Sequence[ServingTrace], *, targets: Targets) -> Goodput | No
     """Requests that met every target, each on its own: the targets' percentile is not used. None without any."""
     if targets.ttft_s is None and targets.tpot_s is None:
         return None
-    good = sum(_is_good(one, targets) for trace in traces for one in trace.requests)
+    good = [sum(_is_good(one, targets) for one in trace.requests) for trace in traces]
+    rates = [count / trace.duration_s for count, trace in zip(good, traces, strict=True)]
     return Goodput(
-        requests_per_s=good / sum(trace.duration_s for trace in traces),
-        share=good / sum(len(trace.requests) for trace in traces),
+        requests_per_s=_median(rates), share=sum(good) / sum(len(trace.requests) for trace in traces)
     )
 
 
@@ -189,6 +190,9 @@ def _waits(requests: Sequence[RequestTrace]) -> Percentiles | None:
 
 
 def _overloaded(traces: Sequence[ServingTrace]) -> bool | None:
+    """None where it can't be told: the rule needs a queue of more than 3·√n, which few requests can't make."""
+    if any(len(trace.requests) - 1 <= 3 * math.sqrt(len(trace.requests)) for trace in traces):
+        return None
     found = [replay.overloaded for trace in traces if (replay := replay_of(trace)) is not None]
     return any(found) if len(found) == len(traces) else None
 

@@ -67,9 +67,10 @@ class Column:
     form: str = ""
 
     def markdown(self, shape: _Shape) -> str:
-        """The cell for a reader."""
+        """The cell for a reader, who sees beside the outcome whether it is noisy."""
         cell = self.of(shape)
-        return "–" if cell is None else format(cell, self.form)
+        noisy = ", noisy" if self.name == "outcome" and shape.row.noisy else ""
+        return "–" if cell is None else format(cell, self.form) + noisy
 
 
 def speed_csv(report: Report) -> str:
@@ -160,7 +161,7 @@ COLUMNS = (
     Column("compute_dtype", lambda shape: shape.speed.compute_dtype),
     Column("test", lambda shape: shape.row.name, heading="test"),
     Column("n_prompt", lambda shape: shape.row.prompt_tokens),
-    Column("n_gen", lambda shape: shape.row.new_tokens),
+    Column("n_gen", lambda shape: 0 if shape.row.test == "prefill" else shape.row.new_tokens),
     Column("n_depth", lambda shape: shape.row.prompt_tokens if shape.row.test == "depth" else 0),
     Column("chunk_tokens", lambda shape: shape.row.chunk_tokens),
     Column("batch_size", lambda shape: shape.row.batch_size, heading="batch"),

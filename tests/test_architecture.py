@@ -223,6 +223,7 @@ def test_attention_of_a_kind_that_is_not_known_has_no_cost_instead_of_a_guess(co
         ({"layer_types": ["full_attention"] * 3}, "num_hidden_layers"),
         ({"text_config": [1]}, r"text_config is \[1\], must be an object"),
         ({"text_config": {"hidden_size": -1}}, r"text_config\.hidden_size is -1"),
+        ({"model_type": "bert"}, "'bert' is an encoder here"),
         ({"model_type": None}, "model_type"),
         ({"model_type": 7}, "model_type"),
     ],

@@ -46,6 +46,30 @@ def quiet(_text: str) -> None:
 # --- the largest that fits -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bend", [0, 400])
+def test_a_search_that_knows_the_peaks_aims_where_the_budget_ends(bend: int) -> None:
+    """Peaks of 1,000 B a sequence, and with `bend` not on a line; the first guess was far too high."""
+    tried: list[int] = []
+
+    def peak(count: int) -> int:
+        return 5_000 + 1_000 * count + bend * (count % 3)
+
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return peak(count) <= 109_999
+
+    def between(low: int, high: int) -> int | None:
+        if low not in tried or high not in tried:
+            return None
+        return low + (109_999 - peak(low)) * (high - low) // (peak(high) - peak(low))
+
+    assert fits(1)
+    assert fits(2)
+    found = largest_that_fits(fits, start=233, ceiling=256, between=between)
+    assert found == max(count for count in range(257) if peak(count) <= 109_999)
+    assert len(tried) <= 8, tried
+
+
 def test_the_search_finds_the_limit_wherever_it_starts() -> None:
     for ceiling in (*range(1, 14), 40):
         for start in range(1, ceiling + 1):
