@@ -5,7 +5,7 @@ repeat, so that a drifting machine is fair to both. By hand: TTFT is the time of
 the time of all tokens less that. Both must make the same tokens, or not the same work was timed. Writes
 `generate.json` and `generate.md` to FOLDER and prints the page.
 
-    python -m scripts.compare_generate FOLDER [--repeats 9] [--device cpu] [--model DIRECTORY]
+    python -m scripts.compare_generate FOLDER [--repeats 9] [--variants fp32 bf16] [--device cpu] [--model DIRECTORY]
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ LIMIT = 0.05
 VARIANTS: dict[str, Quantizer] = {
     "fp32": Native(dtype="fp32"),
     "bf16": Native(dtype="bf16"),
-    "int8 (quanto)": Quanto(weights="int8"),
-    "int4 (bitsandbytes nf4)": Bitsandbytes(type="nf4"),
+    "int8-quanto": Quanto(weights="int8"),
+    "nf4-bitsandbytes": Bitsandbytes(type="nf4"),
 }
-SHAPES = ((1, 128, 32), (4, 64, 16))
+SHAPES = ((1, 64, 32), (4, 32, 16))
 """Batch size, prompt tokens, new tokens."""
 FIGURES = ("TTFT", "TPOT", "end to end")
 HEADER = ("variant", "batch", "test", "figure", "ours ms", "generate ms", "ratio", "quartiles", "repeats")
@@ -89,12 +89,13 @@ class Comparison(Value):
         return tuple(one for one in self.figures if not one.holds)
 
 
-def compare(model: Path, *, device: str, repeats: int) -> Comparison:
-    """Every variant of the model at every shape. Raises RuntimeError where the two make different tokens."""
+def compare(model: Path, *, variants: Sequence[str], device: str, repeats: int) -> Comparison:
+    """Variants of the model at every shape. Raises RuntimeError where the two make different tokens."""
     import torch
 
     found: list[Compared] = []
-    for name, quantizer in VARIANTS.items():
+    for name in variants:
+        quantizer = VARIANTS[name]
         with tempfile.TemporaryDirectory() as folder:
             _say(f"{name}: quantizing")
             out = Path(folder) / "checkpoint"
@@ -254,8 +255,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     arguments = parser.parse_args()
-    found = compare(arguments.model, device=arguments.device, repeats=arguments.repeats)
+    found = compare(
+        arguments.model, variants=arguments.variants, device=arguments.device, repeats=arguments.repeats
+    )
     arguments.folder.mkdir(parents=True, exist_ok=True)
     (arguments.folder / "generate.json").write_text(found.to_json() + "\n", encoding="utf-8")
     (arguments.folder / "generate.md").write_text(page(found) + "\n", encoding="utf-8")
