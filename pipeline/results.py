@@ -263,6 +263,13 @@ class Report(Value):
     variants: tuple[VariantReport, ...]
     interrupted: bool = False
 
+    @property
+    def model_id(self) -> str | None:
+        """The recipe's model."""
+        model = self.resolved_recipe.get("model")
+        name = model.get("id") if isinstance(model, dict) else model
+        return None if name is None else str(name)
+
     def variant(self, name: str) -> VariantReport | None:
         """The variant of that name, if there is one."""
         return next((variant for variant in self.variants if variant.name == name), None)

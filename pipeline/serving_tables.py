@@ -10,19 +10,16 @@ column here: the two are never added.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from pipeline.csv_text import Cell, csv_text
 from pipeline.measured import Distribution
 from pipeline.results import Report, VariantReport
 from pipeline.serving_results import PrefixRow, ServingCost, ServingResult, ServingRow
 from pipeline.simulation import Percentiles
-from pipeline.speed_columns import FORMULA_STARTS
 from pipeline.text_table import markdown_table
 
-Cell = str | int | float | None
 _SHORT = {"out_of_memory": "OOM", "void": "void", "failed": "failed"}
 
 
@@ -259,28 +256,7 @@ def serving_csv(report: Report) -> str:
 
     A row that is void, failed or out of memory has no figures.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for served in _rows(report):
-        writer.writerow([_csv_cell(of(served)) for of in COLUMNS.values()])
-    return text.getvalue()
-
-
-def _csv_cell(cell: Cell) -> Cell:
-    """Text on one line, and never a formula."""
-    if isinstance(cell, bool):
-        return str(cell).lower()
-    if not isinstance(cell, str):
-        return cell
-    line = " ".join(cell.splitlines()).strip()
-    return f"'{line}" if line.startswith(FORMULA_STARTS) else line
-
-
-def _model(served: _Served) -> Cell:
-    model = served.report.resolved_recipe.get("model")
-    name = model.get("id") if isinstance(model, dict) else model
-    return None if name is None else str(name)
+    return csv_text(list(COLUMNS), ([of(served) for of in COLUMNS.values()] for served in _rows(report)))
 
 
 def _rate_cv_percent(served: _Served) -> Cell:
@@ -300,7 +276,7 @@ def _percentile_columns() -> dict[str, Callable[[_Served], Cell]]:
 
 
 COLUMNS: dict[str, Callable[[_Served], Cell]] = {
-    "model": _model,
+    "model": lambda served: served.report.model_id,
     "variant": lambda served: served.variant.name,
     "precision": lambda served: served.variant.precision,
     "engine": lambda served: served.serving.engine,

@@ -10,20 +10,15 @@ second, sample standard deviation). From vLLM's bench: `median_ttft_ms`, `median
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeline.csv_text import Cell, csv_text
 from pipeline.measured import Distribution
 from pipeline.results import Report, VariantReport
 from pipeline.speed_results import SpeedResult, SpeedRow
 from pipeline.text_table import markdown_table
-
-Cell = str | int | float | None
-FORMULA_STARTS = ("=", "+", "-", "@")
-"""A text cell that starts so is computed by spreadsheets (OWASP, "CSV Injection")."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +70,8 @@ class Column:
 
 def speed_csv(report: Report) -> str:
     """RFC 4180 with "\\n" at a line's end: a header and one line a shape; what is missing is an empty cell."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([column.name for column in COLUMNS])
-    for shape in _shapes(report):
-        writer.writerow([_csv_cell(column.of(shape)) for column in COLUMNS])
-    return text.getvalue()
+    rows = ([column.of(shape) for column in COLUMNS] for shape in _shapes(report))
+    return csv_text([column.name for column in COLUMNS], rows)
 
 
 def speed_markdown(report: Report) -> str:
@@ -99,21 +90,7 @@ def _shapes(report: Report) -> Iterator[_Shape]:
                 yield _Shape(report, variant, variant.speed, row)
 
 
-def _csv_cell(cell: Cell) -> Cell:
-    """Numbers whole; text on one line, and never a formula."""
-    if not isinstance(cell, str):
-        return cell
-    line = " ".join(cell.splitlines()).strip()
-    return f"'{line}" if line.startswith(FORMULA_STARTS) else line
-
-
 # --- the figures -----------------------------------------------------------------------------------------
-
-
-def _model(shape: _Shape) -> Cell:
-    model = shape.report.resolved_recipe.get("model")
-    name = model.get("id") if isinstance(model, dict) else model
-    return None if name is None else str(name)
 
 
 def _bits_per_weight(shape: _Shape) -> Cell:
@@ -151,7 +128,7 @@ def _tpot_cv_percent(shape: _Shape) -> Cell:
 
 
 COLUMNS = (
-    Column("model", _model),
+    Column("model", lambda shape: shape.report.model_id),
     Column("variant", lambda shape: shape.variant.name, heading="variant"),
     Column("precision", lambda shape: shape.variant.precision),
     Column("bits_per_weight", _bits_per_weight),
