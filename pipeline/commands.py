@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,18 @@ from typing import Any, TextIO
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.errors import Interrupted, PipelineError, StageError, UsageError
+from pipeline.examination import Examination, examine
 from pipeline.gate import exit_code, judge_all
-from pipeline.hardware import DATA_SHEET, Device, detect, fingerprint
+from pipeline.hardware import detect
 from pipeline.interruption import first_signal_interrupts
 from pipeline.plan_page import plan_page
 from pipeline.plan_values import Plan
-from pipeline.planning import MEASURED_DEVICE, plan_beside_results, plan_recipe
+from pipeline.planning import best_for, plan_beside_results, plan_recipe
 from pipeline.plugins import plugin_classes
 from pipeline.preflight import Preflight, preflight
-from pipeline.processes import run_stage
 from pipeline.provenance import collect
-from pipeline.recipe import AnyRule, load_recipe
+from pipeline.recipe import load_recipe
+from pipeline.recipe_sections import AnyRule
 from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import Report, VariantReport, VariantResults
 from pipeline.run_results import variant_results
@@ -36,11 +36,8 @@ from pipeline.run_state import RunState, prepare
 from pipeline.runner import run_stages
 from pipeline.serving_tables import serving_csv
 from pipeline.speed_columns import speed_csv
-from pipeline.speed_results import DeviceSpeed
-from pipeline.stages import DeviceSpeedRequest
 from pipeline.store import Store, write_atomically
 from pipeline.tracking import TrackResult, track
-from pipeline.values import Value
 
 PLUGIN_PACKAGES = {"quantizer": "pipeline.quantizers", "engine": "pipeline.engines", "rule": "pipeline.rules"}
 
@@ -213,10 +210,10 @@ def _page_file(page: Path) -> Path:
 def check_recipe(path: Path) -> Preflight:
     """Validate and look for everything a run needs; nothing is run."""
     loaded = load_recipe(path)
-    device = detect()
-    return preflight(
-        loaded, recipe=loaded.recipe.expand(device=device.kind), device=device, store=store_from_environment()
-    )
+    device, store = detect(), store_from_environment()
+    best = best_for(loaded, device=device, store=store)
+    recipe = loaded.recipe.expand(device=device.kind, best=best)
+    return preflight(loaded, recipe=recipe, device=device, store=store)
 
 
 # --- stored reports --------------------------------------------------------------------------------------
@@ -330,52 +327,10 @@ def _field_text(field: str, schema: dict[str, Any]) -> str:
     return f"{kind} = {json.dumps(described.get('default'))}"
 
 
-class Examination(Value):
-    """`doctor --json`."""
-
-    device: Device
-    measured: DeviceSpeed
-    packages: dict[str, str | None]
-    store: str
-    disk_free_bytes: int
-    data_sheet_names: tuple[str, ...]
-
-
-def examine(*, as_json: bool, stream: TextIO) -> str:
-    """What this machine is, measured now."""
-    device = detect()
-    stream.write("measuring memory bandwidth and FLOP/s …\n")
+def examine_machine(*, engines_on: Path | None, stream: TextIO) -> Examination:
+    """What this machine is, measured now; see `examination.examine`."""
     store = store_from_environment()
     store.prepare()
-    request = DeviceSpeedRequest(device=device.kind, dtypes=("float32", "bfloat16", "float16"))
-    measured = run_stage(
-        "device-speed", request, DeviceSpeed, log=store.root / "doctor.log", progress=lambda _: None
+    return examine(
+        store=store, progress=lambda text: print(text, file=stream, flush=True), engines_on=engines_on
     )
-    store.put(MEASURED_DEVICE, fingerprint(device), measured)
-    found = Examination(
-        device=device,
-        measured=measured,
-        packages=collect(repository=Path.cwd())["packages"],
-        store=str(store.root),
-        disk_free_bytes=shutil.disk_usage(store.root).free,
-        data_sheet_names=tuple(sorted(DATA_SHEET)),
-    )
-    return found.to_json() if as_json else _examination_text(found)
-
-
-def _examination_text(found: Examination) -> str:
-    rows = [
-        ("device", f"{found.device.name} ({found.device.kind})"),
-        ("memory", f"{found.device.memory_bytes / 1e9:.1f} GB"),
-        ("read bandwidth, measured", f"{found.measured.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s"),
-        *(
-            (f"matrix product, {name}", f"{flops / 1e9:.1f} GFLOP/s")
-            for name, flops in found.measured.matmul_flops_per_s.items()
-        ),
-        *((f"package {name}", version or "missing") for name, version in found.packages.items()),
-        ("store", found.store),
-        ("disk free", f"{found.disk_free_bytes / 1e9:.1f} GB"),
-        ("names for --hardware", ", ".join(["host", *found.data_sheet_names])),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

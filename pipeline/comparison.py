@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from pipeline.measured import Distribution
-from pipeline.results import QualityResult, Sample, TaskResult, VariantResults
+from pipeline.results import MAX_ENGINE_KL_NATS, QualityResult, Sample, TaskResult, VariantResults
 from pipeline.roofline import PLAUSIBLE_SHARE
 from pipeline.speed_results import MemoryResult, SpeedResult, SpeedRow
 from pipeline.values import Value
@@ -121,6 +121,12 @@ def comparable_quality(
             raise UnmeasuredError(f"{variant.name}: the quality stage gave no result")
         if not variant.quality.logits_finite:
             raise UnmeasuredError(f"{variant.name}: the model's logits are not finite")
+        agreement = variant.quality.agreement
+        if agreement is not None and not agreement.holds:
+            raise UnmeasuredError(
+                f"{variant.name}: the quality isn't that of what is timed, because the engines compute different "
+                f"models: {agreement.text}; at most {MAX_ENGINE_KL_NATS} nats in the mean are rounding"
+            )
     assert baseline.quality is not None
     assert candidate.quality is not None
     _refuse_differences("quality", baseline.quality, candidate.quality, SAME_FOR_QUALITY)

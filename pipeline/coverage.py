@@ -42,11 +42,16 @@ class StoredLike(Protocol):
 class Labels(Protocol):
     """What is asked of a quantizer here."""
 
-    minimum_coverage: ClassVar[float]
-    """Share of block weights, 0 to 1; 0 for a quantizer that only sets the type."""
+    small_tensors_in_fp32: ClassVar[bool]
+    """Whether norms, biases and the like are FP32 whatever the label."""
+
+    @property
+    def minimum_coverage(self) -> float:
+        """Share of block weights, 0 to 1; 0 for a quantizer that only sets the type."""
 
     @property
     def precision(self) -> str: ...
+    def stored_tensors(self, folder: Path) -> dict[str, TensorInfo]: ...
     def stored_weights(
         self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     ) -> tuple[StoredLike, ...]: ...

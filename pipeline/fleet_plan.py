@@ -10,7 +10,7 @@ import math
 
 from pipeline.fleet import FleetSize, devices_needed
 from pipeline.plan_values import FleetPlan, VariantPlan
-from pipeline.recipe import TrafficSpec, VariantSpec
+from pipeline.recipe_sections import TrafficSpec, VariantSpec
 from pipeline.roof import Roof
 from pipeline.roofline import dollars_per_million_tokens
 from pipeline.scheduler import Serving

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -31,6 +31,7 @@ __all__ = [
     "ExpertReads",
     "FindsWeights",
     "ShapeFacts",
+    "StoresTables",
     "StoresWeights",
     "WeightBytes",
     "WeightParts",
@@ -141,6 +142,17 @@ class StoresWeights(Protocol):
         """Bytes of each weight that stays unquantized."""
 
 
+@runtime_checkable
+class StoresTables(Protocol):
+    """What is asked, besides, of a quantizer that quantizes the embedding's table and the head."""
+
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float:
+        """Bytes of each weight of a table with rows of `columns`, in a file and in memory.
+
+        `is_head` holds for the head, and for the embedding where that is the head too.
+        """
+
+
 class FindsWeights(Protocol):
     """What is asked of a quantizer's reach here."""
 
@@ -150,7 +162,7 @@ class FindsWeights(Protocol):
 def weight_bytes(
     facts: ShapeFacts, *, quantizer: StoresWeights, compute_bytes: int | None = None
 ) -> WeightBytes:
-    """Bytes of the model's weights as `quantizer` stores them; head and embedding stay unquantized.
+    """Bytes of the model's weights as `quantizer` stores them; head and embedding at its width for what is left.
 
     `compute_bytes` is the size of the floats that an engine computes with (4 for FP32), None for those that
     are stored. Every linear weight is counted as quantized, also where `unreached_weights` says that this
@@ -166,13 +178,13 @@ def weight_bytes(
         zero_points=sum(count * each.zero_points for count, each in stored),
         codebooks=sum(count * each.codebooks for count, each in stored),
         metadata=sum(count * each.metadata for count, each in stored),
-        unquantized=round((facts.parameters - facts.linear_weights) * quantizer.other_bytes_per_weight),
+        unquantized=round(_outside(facts, quantizer, quantizer.other_bytes_per_weight).total),
     )
     float_bytes = _float_bytes(quantizer, compute_bytes)
     resident = sum(shape.count * _resident(shape, quantizer, float_bytes).total for shape in facts.linears)
     return WeightBytes(
         on_disk=parts.total,
-        resident=resident + (facts.parameters - facts.linear_weights) * float_bytes,
+        resident=resident + round(_outside(facts, quantizer, float_bytes).total),
         read_per_token=round(weight_reads(facts, quantizer=quantizer, compute_bytes=compute_bytes).bytes(1)),
         bits_per_weight=8 * parts.total / facts.parameters,
         parts=parts,
@@ -184,7 +196,7 @@ def weight_reads(
 ) -> WeightReads:
     """What decoding reads of the weights that lie in memory; metadata isn't read. See `weight_bytes`."""
     float_bytes = _float_bytes(quantizer, compute_bytes)
-    dense: float = facts.unquantized_weights_read_per_token * float_bytes
+    dense = _outside(facts, quantizer, float_bytes).read_per_token
     experts = []
     for shape in facts.linears:
         held = _resident(shape, quantizer, float_bytes)
@@ -248,6 +260,28 @@ def cached_shape_facts(
     with suppress(OSError, StageError):
         write_atomically(entry, facts.to_json())
     return facts
+
+
+class _Outside(NamedTuple):
+    """Bytes of what isn't a block's linear weight, and of it what decoding one token reads."""
+
+    total: float
+    read_per_token: float
+
+
+def _outside(facts: ShapeFacts, quantizer: StoresWeights, each: float) -> _Outside:
+    """Embedding, head and the rest, the rest at `each` bytes a weight, and the tables too but where they differ."""
+    embedding_each = head_each = each
+    if isinstance(quantizer, StoresTables):
+        columns = facts.embedding_weights // facts.vocabulary_tokens
+        embedding_each = quantizer.table_bytes_per_weight(columns, is_head=facts.tied)
+        head_each = quantizer.table_bytes_per_weight(columns, is_head=True)
+    embedding, head = facts.embedding_weights * embedding_each, facts.head_weights * head_each
+    return _Outside(
+        total=embedding + head + facts.other_weights * each,
+        read_per_token=(embedding if facts.tied else head)
+        + (facts.other_weights - facts.unread_weights) * each,
+    )
 
 
 def _resident(shape: LinearShape, quantizer: StoresWeights, float_bytes: int) -> HoldsBytes:

@@ -22,7 +22,10 @@ VERDICTS: tuple[Verdict, ...] = ("ship", "inconclusive", "no-ship", "error")
 
 EXIT_CODES: dict[Verdict, int] = {"ship": 0, "no-ship": 1, "inconclusive": 5, "error": 4}
 
-PRECISION_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
+PRECISION_BITS = {
+    **{"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8},
+    **{"int6": 6, "int5": 5, "int4": 4, "fp4": 4},
+}
 
 BASELINE_PRECISIONS = ("fp16", "bf16")
 

@@ -163,7 +163,7 @@ def _gpu(properties: Any) -> Device:
         name=properties.name,
         kind="cuda",
         memory_bytes=properties.total_memory,
-        threads=_threads(),
+        threads=usable_threads(),
         last_level_cache_bytes=getattr(properties, "L2_cache_size", None) or None,
         bandwidth_bytes_per_s=sheet.bandwidth_bytes_per_s if sheet else None,
         peak_flops_per_s=sheet.peak_flops_per_s if sheet else {},
@@ -182,7 +182,7 @@ def _cpu(source: str = "operating system") -> Device:
         name=_cpu_name(),
         kind="cpu",
         memory_bytes=total_bytes if limit_bytes is None else min(total_bytes, limit_bytes),
-        threads=_threads(),
+        threads=usable_threads(),
         last_level_cache_bytes=last_level_cache_bytes(),
         bandwidth_bytes_per_s=None,
         source=source,
@@ -198,7 +198,7 @@ def _cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _threads() -> int:
+def usable_threads() -> int:
     """Threads that computing uses: the CPUs this process may run on, or fewer when OMP_NUM_THREADS says so."""
     allowed = _allowed_cpus()
     wanted = os.environ.get("OMP_NUM_THREADS", "")

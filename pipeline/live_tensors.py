@@ -19,8 +19,18 @@ if TYPE_CHECKING:
 
 
 def resident_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters, buffers and quantization state of `model`, storages deduplicated."""
-    return storage_bytes(_module_tensors(model))
+    """Bytes of all parameters, buffers and quantization state of `model`, storages deduplicated.
+
+    What a module holds where no tensor shows it, it says in `opaque_bytes`.
+    """
+    opaque = sum(int(getattr(module, "opaque_bytes", 0)) for module in model.modules())
+    return storage_bytes(_module_tensors(model)) + opaque
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """The same of parameters and buffers alone, for modules that hold their KV cache, too."""
+    held = (*model.parameters(), *model.buffers())
+    return storage_bytes(plain for tensor in held for plain in _plain_tensors(tensor))
 
 
 def cache_bytes(cache: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.best_paths import ENGINE_RANKING, EngineRanking, best_ways
 from pipeline.data_sheet import HOST, Device, sheet_of
 from pipeline.device_file import device_named
 from pipeline.errors import PrerequisiteError, StageError
@@ -23,6 +24,7 @@ from pipeline.model_source import read_config
 from pipeline.plan import make_plan
 from pipeline.plan_values import Plan
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, load_recipe
+from pipeline.recipe_sections import WayToRun
 from pipeline.reconciliation import reconcile
 from pipeline.results import Report, VariantReport
 from pipeline.speed_results import DeviceSpeed, SpeedRow
@@ -43,7 +45,8 @@ def plan_recipe(path: Path, *, hardware: str | None, store: Store) -> Plan:
     asked = hardware is not None
     name = hardware if hardware is not None else loaded.recipe.hardware
     device = _device(name, folder=Path.cwd() if asked else path.resolve().parent, store=store)
-    recipe = loaded.recipe.expand(device=device.kind)
+    best = best_for(loaded, device=device, store=store) if _is_here(device) else {}
+    recipe = loaded.recipe.expand(device=device.kind, best=best)
     if asked and name != recipe.hardware:
         recipe = recipe.model_copy(update={"cost": None})  # that price is of another machine
     last = _newest_run(recipe, device=device, store=store)
@@ -56,6 +59,7 @@ def plan_recipe(path: Path, *, hardware: str | None, store: Store) -> Plan:
         trace=_trace(loaded),
         measured_steps=steps,
     )
+    plan = plan.model_copy(update={"notes": (*plan.notes, *_choice_notes(recipe, best))})
     return _beside(plan, last, steps=steps) if last else plan
 
 
@@ -90,6 +94,34 @@ def _device(name: str, *, folder: Path, store: Store) -> Device:
     device = detect()
     measured = store.get(MEASURED_DEVICE, fingerprint(device), DeviceSpeed)
     return with_measured(device, measured) if measured else device
+
+
+def best_for(loaded: LoadedRecipe, *, device: Device, store: Store) -> dict[str, WayToRun]:
+    """What the short form means on `device`, which is this machine's; empty where the architecture isn't known."""
+    recipe, architecture = loaded.recipe, read_config(loaded)
+    if recipe.precisions is None or architecture is None:
+        return {}
+    named = recipe.speed.engine if recipe.speed else None
+    return best_ways(
+        device,
+        config=architecture.config,
+        weights=recipe.model.weights,
+        folder=loaded.resolve(recipe.model.id) if recipe.model.is_local else None,
+        engine=named.kind if named else None,
+        ranking=store.get(ENGINE_RANKING, fingerprint(device), EngineRanking),
+    )
+
+
+def _is_here(device: Device) -> bool:
+    return _same_device(detect(), device)
+
+
+def _choice_notes(recipe: ExpandedRecipe, best: Mapping[str, WayToRun]) -> list[str]:
+    """Why each precision of the short form means what it does."""
+    chosen = [(variant, best[variant.name]) for variant in recipe.variants if variant.name in best]
+    return [
+        f"{variant.name} is {way.because}" for variant, way in chosen if variant.quantizer == way.quantizer
+    ]
 
 
 def known_shapes(loaded: LoadedRecipe, *, store: Store) -> ShapeFacts | None:

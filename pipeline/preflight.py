@@ -19,9 +19,10 @@ from pipeline.engines.transformers import stored_dtype
 from pipeline.errors import RecipeError
 from pipeline.footprint import ShapeFacts, kv_bytes, weight_bytes
 from pipeline.hardware import Device
-from pipeline.model_source import hub_is_offline, source_problems
+from pipeline.model_source import hub_is_offline, read_config, source_problems
 from pipeline.planning import known_shapes
-from pipeline.recipe import CapacitySpec, ExpandedRecipe, LoadedRecipe, QualitySpec, TrafficSpec, VariantSpec
+from pipeline.recipe import ExpandedRecipe, LoadedRecipe
+from pipeline.recipe_sections import CapacitySpec, QualitySpec, TrafficSpec, VariantSpec
 from pipeline.results import Problem
 from pipeline.serving_load import ServingLoad, serving_load
 from pipeline.stages import RunnableCheckpoint
@@ -73,7 +74,9 @@ class Preflight:
         """Predicted KV cache of one sequence; None where the architecture's cache isn't known."""
         if self.facts is None:
             return None
-        return kv_bytes(self.facts, context_tokens, element_bytes=kv_element_bytes(variant))
+        assert variant.engine is not None
+        reserved = variant.engine.cache_tokens(context_tokens)
+        return kv_bytes(self.facts, reserved, element_bytes=kv_element_bytes(variant))
 
     def capacity_request(
         self, spec: CapacitySpec, *, variant: VariantSpec, checkpoint: RunnableCheckpoint
@@ -113,7 +116,7 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
     problems = [
         *_store_problems(store),
         *_hardware_problems(loaded, recipe, device),
-        *_plugin_problems(recipe, device),
+        *_plugin_problems(loaded, recipe, device),
         *source_problems(loaded),
         *load_problems,
         *(_size_problems(recipe, device, facts, store=store) if facts else ()),
@@ -173,11 +176,17 @@ def _hardware_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Dev
         )
 
 
-def _plugin_problems(recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
+def _plugin_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
+    architecture = read_config(loaded)
     for variant in recipe.variants:
         yield from variant.quantizer.check(device=device.kind)
+        if architecture:
+            yield from variant.quantizer.model_problems(
+                architecture.config, weights=recipe.model.weights, folder=Path(architecture.source).parent
+            )
         if variant.engine:
-            yield from variant.engine.check(device=device.kind)
+            missing = variant.engine.check(device=device.kind)
+            yield from missing or variant.engine.needs(variant.quantizer)
     pages = recipe.serving is not None or (recipe.capacity is not None and "paged" in recipe.capacity.layouts)
     if pages and recipe.traffic is not None and recipe.traffic.block_tokens < LEAST_PAGE_TOKENS:
         yield Problem(

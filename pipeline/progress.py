@@ -8,9 +8,17 @@ with progress.step("speed") as step:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
+
+Tell = Callable[[str], None]
+"""Takes a few words about what is going on."""
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
+    del text
 
 
 class Progress:
@@ -102,6 +110,39 @@ class Step:
     def failed(self, message: str) -> None:
         """The step gave no result."""
         self.note = f"FAILED: {message}"
+
+
+class ByteProgress:
+    """Bytes done of a total, with the rate so far and the time left, told in words."""
+
+    def __init__(self, tell: Tell, *, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell = tell
+        self._clock = clock
+        self._total_bytes = total_bytes
+        self._found_bytes = self._done_bytes = 0
+        self._started_s = clock()
+
+    def found(self, size_bytes: int) -> None:
+        """So much was done before; it counts as done and not for the rate."""
+        self._found_bytes += size_bytes
+        self._started_s = self._clock()
+        self._tell(self.text())
+
+    def done(self, size_bytes: int) -> None:
+        """So much more is done."""
+        self._done_bytes += size_bytes
+        self._tell(self.text())
+
+    def text(self) -> str:
+        """`5.00 of 20.00 GB · 0.50 GB/s · about 30 s left`, in 10^9 bytes."""
+        done_bytes = self._found_bytes + self._done_bytes
+        told = f"{done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB"
+        seconds = self._clock() - self._started_s
+        if not self._done_bytes or seconds <= 0:
+            return told
+        rate = self._done_bytes / seconds
+        left_s = (self._total_bytes - done_bytes) / rate
+        return f"{told} · {rate / 1e9:.2f} GB/s · about {spoken(left_s)} left"
 
 
 def spoken(seconds: float) -> str:

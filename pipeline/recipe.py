@@ -10,199 +10,36 @@ dotted path, the nearest allowed name and what is allowed.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from typing import Annotated, Any, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from pipeline.capacity_results import Layout
 from pipeline.data_sheet import DATA_SHEET
 from pipeline.engines.base import Engine
 from pipeline.errors import RecipeError
-from pipeline.fleet import Targets
 from pipeline.plugins import plugin_classes
 from pipeline.quantizers.base import Quantizer
 from pipeline.recipe_faults import ONE_FORM, cross_faults, schema_faults
-from pipeline.rules.base import Rule
-from pipeline.traffic import Distribution
+from pipeline.recipe_sections import (
+    AnyRule,
+    CapacitySpec,
+    CostSpec,
+    ModelSpec,
+    Name,
+    QualitySpec,
+    ServingSpec,
+    SpeedSpec,
+    TrafficSpec,
+    VariantSpec,
+    WayToRun,
+    Workload,
+)
 from pipeline.values import Value
 from pipeline.yaml_document import Document, Fault, dotted, parse, read_text
-
-# A field annotated with the base class would drop the subclass's fields when dumped, and two recipes that
-# differ in them would share a digest; the union over the discovered kinds keeps every field.
-if TYPE_CHECKING:
-    AnyQuantizer = Quantizer
-    AnyEngine = Engine
-    AnyRule = Rule
-else:
-
-    def _union(package: str) -> Any:
-        classes = plugin_classes(package)
-        return classes[0] if len(classes) == 1 else Annotated[Union[classes], Field(discriminator="kind")]  # noqa: UP007
-
-    AnyQuantizer = _union("pipeline.quantizers")
-    AnyEngine = _union("pipeline.engines")
-    AnyRule = _union("pipeline.rules")
-
-Name = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-Positive = Annotated[int, Field(gt=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""What every generator in use accepts."""
-
-
-class ModelSpec(Value):
-    """Which weights. `id` is a hub id, or a local folder when it starts with `.`, `/` or `~`.
-
-    `config` names a transformers config.json (relative to the recipe), so that planning and random weights
-    need no hub.
-    """
-
-    id: Annotated[str, Field(min_length=1)]
-    revision: Annotated[str, Field(min_length=1)] | None = None
-    weights: Literal["trained", "random"] = "trained"
-    config: Annotated[str, Field(min_length=1)] | None = None
-    seed: Seed = 0
-
-    @property
-    def is_local(self) -> bool:
-        """Whether `id` is a folder rather than a hub id."""
-        return self.id.startswith((".", "/", "~"))
-
-
-class VariantSpec(Value):
-    """One way to store and run the model. Optional variants are judged but don't change the exit code."""
-
-    name: Name
-    quantizer: AnyQuantizer
-    engine: AnyEngine | None = None
-    required: bool = True
-
-
-class Workload(Value):
-    """Tokens of one request: exact prompt and output lengths."""
-
-    prompt_tokens: Positive = 512
-    new_tokens: Annotated[int, Field(ge=2)] = 64
-
-
-class SpeedSpec(Value):
-    """What the speed stage runs. A figure with a CV over `max_cv_percent` is measured again, then marked.
-
-    Beside the workload's static batches, at batch 1: prefill alone over `prompt_tokens`, whole and in pieces of
-    each of `prefill_chunk_tokens`, and decode of the workload's new tokens over `context_tokens`, depths that the
-    prompt fills.
-    """
-
-    engine: AnyEngine | None = None
-    batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
-    prompt_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
-    prefill_chunk_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
-    context_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
-    warmup: Annotated[int, Field(ge=1)] = 2
-    repeats: Annotated[int, Field(ge=3, le=1000)] = 5
-    min_seconds: Annotated[float, Field(ge=0)] = 1.0
-    max_cv_percent: Annotated[float, Field(gt=0)] = 5.0
-
-    def sequence_tokens(self, *, new_tokens: int) -> dict[str, int]:
-        """The longest sequence of each list of lengths, by its name in the recipe."""
-        longest = {}
-        if self.prompt_tokens:
-            longest["speed.prompt_tokens"] = max(self.prompt_tokens)
-        if self.context_tokens:
-            longest["speed.context_tokens + workload.new_tokens"] = max(self.context_tokens) + new_tokens
-        return longest
-
-
-class ServingSpec(Value):
-    """Continuous batching beside static batches of the same requests, at each `concurrency`.
-
-    The first `requests` of `traffic`, within its `max_batch_tokens` and `block_tokens`, in a closed loop and as they
-    come; without `traffic` requests of the workload's lengths. `prefix_tokens` times prefill from a cached prefix.
-    """
-
-    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 4, 8)
-    requests: Annotated[int, Field(gt=0, le=100_000)] = 32
-    repeats: Annotated[int, Field(ge=3, le=1000)] = 3
-    max_cv_percent: Annotated[float, Field(gt=0)] = 5.0
-    prefix_tokens: Positive | None = None
-
-
-class CapacitySpec(Value):
-    """How many sequences of `context_tokens` must be held; the budget defaults to 0.9 × the device's memory.
-
-    `layouts` are those of the KV cache; the paged one takes `block_tokens` and `max_batch_tokens` of `traffic`.
-    """
-
-    context_tokens: Annotated[int, Field(ge=4)]
-    memory_budget_bytes: Positive | None = None
-    max_sequences: Positive = 256
-    layouts: Annotated[tuple[Layout, ...], Field(min_length=1)] = ("contiguous",)
-
-    @field_validator("layouts")
-    @classmethod
-    def _judged_layout(cls, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        if "contiguous" not in layouts:
-            raise ValueError("lacks contiguous, which the gate judges; write [contiguous, paged]")
-        return layouts
-
-
-class QualitySpec(Value):
-    """lm-eval tasks, by official name or from `task_folders` (relative to the recipe).
-
-    `limit` is the first N documents of every task, `limits` the same for single tasks by name.
-    """
-
-    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
-    task_folders: tuple[str, ...] = ()
-    data_folder: str | None = None
-    limit: Positive | None = None
-    limits: dict[str, Positive] = Field(default_factory=dict)
-    seed: Seed = 1234
-    batch_size: Positive = 8
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    apply_chat_template: bool = False
-    max_length_tokens: Positive | None = None
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    confirm_unsafe_code: bool = False
-
-
-class CostSpec(Value):
-    """Price of the machine."""
-
-    dollars_per_hour: Annotated[float, Field(gt=0, le=1e6)]
-
-
-class Efficiency(Value):
-    """What serving is taken to reach of the device's limits before anything is measured.
-
-    A step takes its floor at these shares of bandwidth and FLOP/s, and `overhead_s_per_layer` besides: published
-    engines lose about the same time on every layer, whatever the precision (docs/predictions.md).
-    """
-
-    bandwidth: Annotated[float, Field(ge=0.01, le=1)] = 1.0
-    flops: Annotated[float, Field(ge=0.01, le=1)] = 0.6
-    overhead_s_per_layer: Annotated[float, Field(ge=0, le=1)] = 1e-4
-
-
-class TrafficSpec(Value):
-    """The requests that `serving` and `plan`'s fleet serve: drawn from distributions, or a trace file.
-
-    A device runs continuous batching with a paged KV cache: at most `max_sequences` at once, at most
-    `max_batch_tokens` tokens a step, pages of `block_tokens`.
-    """
-
-    requests_per_s: Annotated[float, Field(ge=1e-4, le=1e6)] | None = None
-    prompt_tokens: Distribution | None = None
-    new_tokens: Distribution | None = None
-    trace: Annotated[str, Field(min_length=1)] | None = None
-    targets: Targets = Targets()
-    efficiency: Efficiency = Efficiency()
-    block_tokens: Annotated[int, Field(gt=0, le=65_536)] = 16
-    max_batch_tokens: Annotated[int, Field(gt=0, le=1_000_000)] = 2048
-    max_sequences: Annotated[int, Field(gt=0, le=100_000)] = 256
-    seed: Seed = 1234
 
 
 class Recipe(Value):
@@ -228,15 +65,20 @@ class Recipe(Value):
             raise ValueError(ONE_FORM)
         return self
 
-    def expand(self, *, device: str) -> ExpandedRecipe:
-        """The recipe with every default of `device` ("cpu" or "cuda") written out."""
-        engine = (self.speed.engine if self.speed else None) or _default_engine()
+    def expand(self, *, device: str, best: Mapping[str, WayToRun] | None = None) -> ExpandedRecipe:
+        """The recipe with every default of `device` ("cpu" or "cuda") written out.
+
+        `best` is what wins on this very device, by precision; without it the short form means what runs anywhere.
+        """
+        preferred = self.speed.engine if self.speed else None
         variants = self.variants or tuple(
-            VariantSpec(name=name.lower(), quantizer=default_quantizer(name.lower(), device=device))
+            _named_precision(name.lower(), device=device, best=best or {}, preferred=preferred)
             for name in self.precisions or ()
         )
         written_out = tuple(
-            variant if variant.engine else variant.model_copy(update={"engine": engine})
+            variant
+            if variant.engine
+            else variant.model_copy(update={"engine": engine_for(variant.quantizer, preferred=preferred)})
             for variant in variants
         )
         baseline = self.baseline or next(
@@ -314,9 +156,27 @@ def _named_alone(name: str) -> Quantizer | None:
     return quantizer if quantizer.kind == "native" else None
 
 
-def _default_engine() -> Engine:
-    engine: Engine = TypeAdapter(AnyEngine).validate_python({"kind": "transformers"})
-    return engine
+def _named_precision(
+    name: str, *, device: str, best: Mapping[str, WayToRun], preferred: Engine | None
+) -> VariantSpec:
+    """What one name of the short form means; an engine that the recipe names comes before what is best."""
+    way = best.get(name)
+    if way is not None and (preferred is None or preferred.kind == way.engine.kind):
+        return VariantSpec(name=name, quantizer=way.quantizer, engine=preferred or way.engine)
+    return VariantSpec(name=name, quantizer=default_quantizer(name, device=device))
+
+
+def engine_for(quantizer: Quantizer, *, preferred: Engine | None = None) -> Engine:
+    """`preferred` where it runs what the quantizer writes; else the first kind that does, transformers before others.
+
+    Raises LookupError when none does.
+    """
+    others = [kind() for kind in plugin_classes("pipeline.engines")]
+    others.sort(key=lambda engine: engine.kind != "transformers")
+    for engine in (preferred, *others):
+        if engine is not None and engine.refuses(quantizer) is None:
+            return engine  # type: ignore[no-any-return]
+    raise LookupError(f"no engine runs what {quantizer.kind} writes")
 
 
 @cache
@@ -351,7 +211,8 @@ def json_schema() -> dict[str, Any]:
         {"required": ["quantizer"]},
         {"properties": {"name": {"enum": [form for form in forms if _named_alone(form)]}}},
     ]
-    for kind in (*plugin_classes("pipeline.quantizers"), *plugin_classes("pipeline.rules")):
+    packages = ("pipeline.quantizers", "pipeline.engines", "pipeline.rules")
+    for kind in (kind for package in packages for kind in plugin_classes(package)):
         block = schema["$defs"][kind.__name__]
         block["required"] = ["kind", *block.get("required", ())]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -382,9 +243,20 @@ def _validate(document: Document, *, path: Path) -> Recipe:
         recipe = Recipe.model_validate_json(json.dumps(data))
     except ValidationError as error:
         faults += schema_faults(error, document, data, schema=json_schema(), known=faults)
+    if recipe is not None:
+        faults += _engine_faults(recipe, document)
     if faults or recipe is None:
         raise RecipeError(_report(path, faults))
     return recipe
+
+
+def _engine_faults(recipe: Recipe, document: Document) -> list[Fault]:
+    """Engines that a variant names and that can't run what its quantizer writes."""
+    return [
+        Fault(("variants", index, "engine"), document.line(("variants", index, "engine")), refusal)
+        for index, variant in enumerate(recipe.variants or ())
+        if variant.engine and (refusal := variant.engine.refuses(variant.quantizer))
+    ]
 
 
 def _long_form(data: dict[str, Any]) -> dict[str, Any]:

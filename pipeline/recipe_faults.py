@@ -10,12 +10,13 @@ they are reported together with schema errors.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data_sheet import DATA_SHEET, is_device_file, nearest_device
-from pipeline.plugins import plugin_classes
+from pipeline.plugins import kinds, plugin_class, plugin_classes
 from pipeline.yaml_document import Document, Fault, KeyPath, shortened
 
 if TYPE_CHECKING:
@@ -267,11 +268,7 @@ def _variant_faults(data: dict[str, Any]) -> Found:
             yield ("variants", index, "name"), f"{_shown(variant['name'])} is the name of an earlier variant"
         names.append(variant["name"])
         quantizer = variant.get("quantizer")
-        if (
-            isinstance(quantizer, dict)
-            and quantizer.get("kind") == "native"
-            and quantizer.get("dtype") in ("fp16", "bf16")
-        ):
+        if _precision(quantizer) in ("fp16", "bf16"):
             sixteen_bit.append(variant["name"])
         if quantizer is None:
             message = f"{_shown(variant['name'])} needs a quantizer; see `python -m pipeline kinds`"
@@ -286,7 +283,7 @@ def _variant_faults(data: dict[str, Any]) -> Found:
     elif isinstance(baseline, str) and baseline not in sixteen_bit:
         yield (
             ("baseline",),
-            f"{_shown(baseline)} can't be the baseline: an ordinary 16-bit variant is needed (native fp16, bf16)",
+            f"{_shown(baseline)} can't be the baseline: an ordinary 16-bit variant is needed (fp16, bf16)",
         )
     if len(names) == 1:
         yield ("variants",), "a candidate is needed beside the baseline"
@@ -294,6 +291,21 @@ def _variant_faults(data: dict[str, Any]) -> Found:
     candidates = [variant for _, variant in variants if variant["name"] != base]
     if candidates and all(variant.get("required") is False for variant in candidates):
         yield ("variants",), "no candidate is required, so no verdict is possible; set required: true on one"
+
+
+def _precision(quantizer: Any) -> str | None:
+    """The label of a quantizer as it is written; None for one that can't be read, which the schema reports."""
+    if not isinstance(quantizer, dict) or quantizer.get("kind") not in kinds("pipeline.quantizers"):
+        return None
+    try:
+        label: str = (
+            plugin_class("pipeline.quantizers", quantizer["kind"])
+            .model_validate_json(json.dumps(quantizer))
+            .precision  # type: ignore[attr-defined]
+        )
+    except ValueError:
+        return None
+    return label
 
 
 def _gate_faults(data: dict[str, Any]) -> Found:

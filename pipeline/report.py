@@ -275,6 +275,7 @@ def _notes(variant: VariantReport) -> list[str]:
         notes.append(
             f"quality computed in {variant.quality.compute_dtype} at batch size {variant.quality.batch_size}"
         )
+        notes += [variant.quality.agreement.text] if variant.quality.agreement else []
         notes += variant.quality.notes
         notes += [f"{name}: {note}" for name, task in variant.quality.tasks.items() for note in task.notes]
     return [*notes, *(f"{failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures)]

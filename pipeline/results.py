@@ -98,8 +98,8 @@ class CheckpointManifest(Value):
     notes: tuple[str, ...] = ()
 
     def content_digest(self) -> str:
-        """Digest of what the bytes are (not of when or how fast they were made)."""
-        return self.model_copy(update={"seconds": 0.0, "peak_memory_bytes": 0}).digest()
+        """Digest of what the bytes are (not of when, how fast or in how many goes they were made)."""
+        return self.model_copy(update={"seconds": 0.0, "peak_memory_bytes": 0, "notes": ()}).digest()
 
 
 # --- quality --------------------------------------------------------------------------------------------
@@ -142,8 +142,49 @@ class TaskResult(Value):
     notes: tuple[str, ...] = ()
 
 
+MAX_ENGINE_KL_NATS = 0.05
+"""Mean divergence beyond which two engines compute different models.
+
+8-bit activations cost thousandths of a nat (docs/results/); a wrong rope, norm or token costs whole ones.
+"""
+
+
+class EngineAgreement(Value):
+    """One checkpoint by two engines, on the same short text; `engine`'s distribution as seen from the reference's.
+
+    `same_greedy_tokens` counts the equal tokens before the first that differs.
+    """
+
+    engine: str
+    reference_engine: str
+    text_tokens: int
+    kl_mean_nats: float
+    kl_p99_nats: float
+    same_top1_share: float
+    greedy_tokens: int
+    same_greedy_tokens: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether both compute the same model, but for the arithmetic's rounding."""
+        return self.kl_mean_nats <= MAX_ENGINE_KL_NATS
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.engine} against {self.reference_engine} on {self.text_tokens} tokens of the same file: KL "
+            f"{self.kl_mean_nats:.2g} nats in the mean and {self.kl_p99_nats:.2g} at p99, "
+            f"{100 * self.same_top1_share:.1f} % equal best tokens, greedy equal for {self.same_greedy_tokens} of "
+            f"{self.greedy_tokens} tokens"
+        )
+
+
 class QualityResult(Value):
-    """All tasks of one variant, on one engine, with everything both arms must share."""
+    """All tasks of one variant, on one engine, with everything both arms must share.
+
+    `agreement` compares that engine with the one that is timed, where it is another one.
+    """
 
     engine: str
     device: str
@@ -158,6 +199,7 @@ class QualityResult(Value):
     harness_version: str
     tasks: dict[str, TaskResult]
     logits_finite: bool
+    agreement: EngineAgreement | None = None
     notes: tuple[str, ...] = ()
 
 

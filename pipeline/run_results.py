@@ -6,7 +6,7 @@ results = variant_results(state)
 from __future__ import annotations
 
 from pipeline.measured import StageFailure
-from pipeline.recipe import VariantSpec
+from pipeline.recipe_sections import VariantSpec
 from pipeline.results import CostResult, VariantResults
 from pipeline.roofline import dollars_per_million_tokens
 from pipeline.run_state import RunState, failure

@@ -16,9 +16,11 @@ from pipeline.capacity_results import CapacityResult
 from pipeline.errors import PrerequisiteError
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.measured import StageFailure
+from pipeline.planning import best_for
 from pipeline.preflight import Preflight, preflight
 from pipeline.progress import Progress
-from pipeline.recipe import ExpandedRecipe, LoadedRecipe, VariantSpec
+from pipeline.recipe import ExpandedRecipe, LoadedRecipe
+from pipeline.recipe_sections import VariantSpec
 from pipeline.results import CheckpointManifest, QualityResult
 from pipeline.serving_results import ServingStageResult
 from pipeline.speed_results import SpeedStageResult
@@ -88,7 +90,7 @@ def prepare(loaded: LoadedRecipe, *, store: Store, progress_stream: TextIO) -> R
     Raises PrerequisiteError listing all that is missing.
     """
     device = detect()
-    recipe = loaded.recipe.expand(device=device.kind)
+    recipe = loaded.recipe.expand(device=device.kind, best=best_for(loaded, device=device, store=store))
     ready = preflight(loaded, recipe=recipe, device=device, store=store)
     if ready.problems:
         raise PrerequisiteError(ready.message(str(loaded.path)))

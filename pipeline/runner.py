@@ -24,7 +24,7 @@ from pipeline.measured import StageFailure
 from pipeline.model_source import random_source_record, read_config, source_record, trained_folder
 from pipeline.planning import MEASURED_DEVICE
 from pipeline.processes import WorkerError, run_stage
-from pipeline.recipe import VariantSpec
+from pipeline.recipe_sections import VariantSpec
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
 from pipeline.run_state import RunState, failure
 from pipeline.serving_results import ServingResult, ServingStageResult

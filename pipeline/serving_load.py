@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.fleet import Targets
-from pipeline.recipe import ExpandedRecipe, TrafficSpec
+from pipeline.recipe import ExpandedRecipe
+from pipeline.recipe_sections import TrafficSpec
 from pipeline.scheduler import Serving
 from pipeline.serving_results import ServingCell
 from pipeline.traffic import Request, Traffic

@@ -20,7 +20,7 @@ from pipeline.engines.base import SessionMemory
 from pipeline.hardware import Device, machine_state
 from pipeline.measured import StageFailure
 from pipeline.processes import Conversation, WorkerError
-from pipeline.recipe import ServingSpec
+from pipeline.recipe_sections import ServingSpec
 from pipeline.results import CheckpointManifest
 from pipeline.serving_load import ServingLoad
 from pipeline.serving_measure import PrefixTrace, ServingTrace
@@ -195,8 +195,14 @@ def measure_serving(
     """
     before = machine_state(device)
     stage = _ServingStage(checkpoints, load=load, spec=spec, device=device, log=log, progress=progress)
-    together = fit_together(
-        [manifests[name].weight_bytes_on_disk for name in checkpoints], device=device, cache_bytes=cache_bytes
+    alone = any(checkpoint.engine.fills_device for checkpoint in checkpoints.values())
+    together = not alone and fit_together(
+        [
+            checkpoint.engine.loaded_bytes(manifests[name].weight_bytes_on_disk)
+            for name, checkpoint in checkpoints.items()
+        ],
+        device=device,
+        cache_bytes=cache_bytes,
     )
     for names in [tuple(checkpoints)] if together else [(name,) for name in checkpoints]:
         stage.serve(names)

@@ -40,6 +40,32 @@ class SpeedShape(Value):
         return f"pp{self.prompt_tokens}+tg{self.new_tokens}"
 
 
+class ExecutionChoice(Value):
+    """Which of an engine's ways to run one shape was kept before it was timed, and why.
+
+    `speedup` is TPOT of `plain` ÷ TPOT of `other`, in alternation; `compile_s` what the first run of `other` took
+    longer than later ones. Both are None where it never got so far.
+    """
+
+    plain: str
+    other: str
+    kept: str
+    outcome: Literal["compared", "differs", "failed", "unfinished"]
+    because: str = ""
+    compile_s: float | None = None
+    speedup: float | None = None
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if self.speedup is None:
+            return f"ran {self.kept}: {self.other} {self.because}"
+        return (
+            f"ran {self.kept}: {self.other} decodes {self.speedup:.2f} x as fast as {self.plain}; its first run took "
+            f"{self.compile_s:.1f} s longer, which is in no figure"
+        )
+
+
 class SpeedRow(SpeedShape):
     """One shape of one variant; rows exist for shapes that failed, too.
 
@@ -48,6 +74,7 @@ class SpeedRow(SpeedShape):
     `bandwidth_share` is of the measured bandwidth, `sheet_bandwidth_share` of the published one;
     `prefill_flops_share` is the prompts' FLOPs ÷ TTFT ÷ the FLOP/s measured at the type of the arithmetic.
     `joules_per_output_token` is the energy of a whole repeat, prefill and decode, ÷ the tokens it produced.
+    `choice` is there where the engine had more than one way to run the shape.
     """
 
     outcome: Outcome
@@ -69,6 +96,7 @@ class SpeedRow(SpeedShape):
     warmup_s: tuple[float, ...] = ()
     noisy: bool = False
     joules_per_output_token: Distribution | None = None
+    choice: ExecutionChoice | None = None
 
 
 class MemoryResult(Value):

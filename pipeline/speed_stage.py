@@ -7,7 +7,7 @@ The device's read bandwidth and FLOP/s are measured in the same stage, before th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.hardware import Device, machine_state
 from pipeline.measure import Ceilings, Work, break_even_batch, free_lunch_batch, summarise
 from pipeline.measured import StageFailure
 from pipeline.processes import WorkerError, WorkerTurn, run_stage
-from pipeline.recipe import SpeedSpec, Workload
+from pipeline.recipe_sections import SpeedSpec, Workload
 from pipeline.results import CheckpointManifest
 from pipeline.roof import prefill_flops
 from pipeline.side_by_side import fit_together
@@ -72,8 +72,12 @@ def measure_speed(
         log=log,
         progress=progress,
     )
-    sizes = [manifest.weight_bytes_on_disk for manifest in manifests.values()]
-    together = fit_together(sizes, device=device, cache_bytes=cache_bytes)
+    sizes = [
+        checkpoint.engine.loaded_bytes(manifests[name].weight_bytes_on_disk)
+        for name, checkpoint in checkpoints.items()
+    ]
+    alone = any(checkpoint.engine.fills_device for checkpoint in checkpoints.values())
+    together = not alone and fit_together(sizes, device=device, cache_bytes=cache_bytes)
     if together:
         stage.together()
     else:
@@ -187,7 +191,7 @@ class _SpeedStage:
             engine=self.checkpoints[name].engine.kind,
             device=self.device.name,
             compute_dtype=opened.compute_dtype,
-            execution=opened.execution,
+            execution="; ".join(dict.fromkeys(_execution(opened, timing) for timing in timings)),
             rows=rows,
             memory=_memory(
                 opened,
@@ -198,7 +202,7 @@ class _SpeedStage:
             drift_percent=drift_percent(timings[0], again[0]) if again else None,
             measured_break_even_batch=break_even_batch(rows),
             free_lunch_batch=free_lunch_batch(rows),
-            notes=(opened.energy_source,),
+            notes=(opened.energy_source, *_choice_notes(timings)),
         )
 
     def _row(self, name: str, opened: SpeedOpened, timing: ShapeTiming) -> SpeedRow:
@@ -227,15 +231,16 @@ class _SpeedStage:
             ),
             peak_memory_bytes=timing.memory.peak_bytes if timing.memory else None,
             max_cv_percent=self.spec.max_cv_percent,
-        )
+        ).model_copy(update={"choice": timing.choice})
 
     def _step_bytes(self, name: str, opened: SpeedOpened, timing: ShapeTiming) -> int | None:
         """Weights and the cache of the middle decode step; None for a prefill alone, which has no such step."""
         if timing.shape.new_tokens < 2:
             return None
-        kv_bytes = timing.memory.kv_cache_bytes if timing.memory else None
+        memory = timing.memory
+        at_end = (memory.kv_bytes_filled or memory.kv_cache_bytes or 0) if memory else 0
         weights_read = self._weights_read(name, opened, tokens=timing.shape.batch_size)
-        return weights_read + mean_kv_bytes(kv_bytes or 0, timing.shape)
+        return weights_read + mean_kv_bytes(at_end, timing.shape)
 
     def _weights_read(self, name: str, opened: SpeedOpened, *, tokens: int) -> int:
         """Of experts only those that `tokens` tokens touch; all of them where the shapes aren't known."""
@@ -258,6 +263,19 @@ class _SpeedStage:
         if self.checkpoints[name].quantizer.integer_arithmetic:
             return None
         return shape.batch_size * prefill_flops(self.facts, shape.prompt_tokens)
+
+
+def _execution(opened: SpeedOpened, timing: ShapeTiming) -> str:
+    return timing.choice.kept if timing.choice else opened.execution
+
+
+def _choice_notes(timings: Sequence[ShapeTiming]) -> tuple[str, ...]:
+    """How each shape's way to run was chosen, where the engine had two."""
+    return tuple(
+        f"{timing.shape.name}, batch {timing.shape.batch_size}: {timing.choice.text}"
+        for timing in timings
+        if timing.choice
+    )
 
 
 def timed_shapes(spec: SpeedSpec, *, workload: Workload) -> tuple[SpeedShape, ...]:
@@ -287,9 +305,8 @@ def read_per_token_resident(opened: SpeedOpened, manifest: CheckpointManifest) -
 
     An engine that expands weights on loading reads more than the file holds.
     """
-    return round(
-        opened.weight_bytes_resident * manifest.weight_bytes_read_per_token / manifest.weight_bytes_on_disk
-    )
+    held_once = opened.weight_bytes_resident - opened.weight_bytes_copied
+    return round(held_once * manifest.weight_bytes_read_per_token / manifest.weight_bytes_on_disk)
 
 
 def touched_share(reads: WeightReads, *, tokens: int) -> float:

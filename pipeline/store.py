@@ -3,7 +3,7 @@
 Layout under the root (`PIPELINE_STORE`, default `.pipeline/`):
 
     results/STAGE/KEY.json     one stage's result; KEY is the digest of everything it depends on
-    checkpoints/KEY/           a quantized checkpoint, `manifest.json` written last
+    checkpoints/KEY/           a quantized checkpoint, `manifest.json` written last; `.partial-KEY` while it is made
     shapes/KEY.json            what an architecture's weights and cache look like
     runs/NAME/                 one run's report, recipe and logs
     durations.json             how long stages took, for the time left
@@ -24,6 +24,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ from pipeline.values import AnyValue, Value
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 """What a disk, its quota or its owner answers to a write: the user's to mend, not a bug."""
+
+JOURNAL_NAME = ".journal.json"
+"""A file that says how far the making of a folder has come; with it a stopped one can be gone on with."""
+_UNFINISHED_KEPT_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,15 @@ class Store:
 
     @contextlib.contextmanager
     def new_folder(self, final: Path) -> Iterator[Path]:
-        """An empty folder that becomes `final` when the block ends well and vanishes when it doesn't."""
+        """A folder that becomes `final` when the block ends well.
+
+        When it doesn't, the folder vanishes, unless a journal lies in it: then it is what the next call for
+        `final` yields. Without one the folder is empty.
+        """
         final.parent.mkdir(parents=True, exist_ok=True)
         partial = final.parent / f".partial-{final.name}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        _remove_without_journal(partial)
+        partial.mkdir(exist_ok=(partial / JOURNAL_NAME).is_file())
         try:
             yield partial
             shutil.rmtree(final, ignore_errors=True)
@@ -99,7 +108,7 @@ class Store:
                 raise _not_written(final, error) from error
             raise
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove_without_journal(partial)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -124,8 +133,14 @@ class Store:
             yield
 
     def _remove_unfinished(self) -> None:
-        """Folders that a killed run left half written: tens of gigabytes that nothing would ever take up."""
+        """Folders that a killed run left half written: tens of gigabytes that nothing may ever take up.
+
+        One with a journal is kept for the run that goes on with it, for a week.
+        """
         for partial in (self.root / "checkpoints").glob(".partial-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - (partial / JOURNAL_NAME).stat().st_mtime < _UNFINISHED_KEPT_S:
+                    continue
             shutil.rmtree(partial, ignore_errors=True)
 
     def file_digest(self, path: Path) -> str:
@@ -160,6 +175,11 @@ class Store:
     def remember_duration(self, name: str, seconds: float) -> None:
         """Keep how long a stage took."""
         write_atomically(self.root / "durations.json", json.dumps({**self.durations_s(), name: seconds}))
+
+
+def _remove_without_journal(folder: Path) -> None:
+    if not (folder / JOURNAL_NAME).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_sha256(path: Path) -> str:

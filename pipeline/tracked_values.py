@@ -311,6 +311,9 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
                 yield TrackedMetric(f"quality.{task}.{metric}", score.score)
             if score.stderr is not None:
                 yield TrackedMetric(f"quality.{task}.{metric}_stderr", score.stderr)
+    if variant.quality.agreement is not None:
+        names = ("kl_mean_nats", "kl_p99_nats", "same_top1_share", "same_greedy_tokens")
+        yield from _fields("quality.engines", variant.quality.agreement, names)
 
 
 def _cost(variant: VariantResults) -> Iterator[TrackedMetric]:

@@ -14,7 +14,8 @@ from typing import Literal
 from pipeline.data_sheet import Device
 from pipeline.footprint import ShapeFacts, WeightBytes, kv_bytes, kv_bytes_per_token, weight_bytes
 from pipeline.plan_values import BatchPlan, CapacityPlan, LengthPlan, VariantPlan
-from pipeline.recipe import ExpandedRecipe, VariantSpec
+from pipeline.recipe import ExpandedRecipe
+from pipeline.recipe_sections import VariantSpec
 from pipeline.roof import Bound, Roof, mean_depth_tokens
 from pipeline.roofline import capacity, dollars_per_million_tokens
 from pipeline.traffic import Request
@@ -103,14 +104,15 @@ def budget_bytes(recipe: ExpandedRecipe, *, device: Device) -> int:
 
 
 def kv_element_bytes(variant: VariantSpec) -> int:
-    """Bytes of one cached value: the engine's arithmetic type, or the variant's own 32 or 16 bits."""
-    dtype = getattr(variant.engine, "compute_dtype", "auto")
-    return 4 if dtype == "float32" or (dtype == "auto" and variant.quantizer.precision == "fp32") else 2
+    """Bytes of one cached value in the variant's engine."""
+    assert variant.engine is not None
+    return variant.engine.kv_element_bytes(variant.quantizer)
 
 
 def compute_bytes(variant: VariantSpec) -> int | None:
     """Bytes of the floats that the engine computes with; None for those that are stored."""
-    return 4 if getattr(variant.engine, "compute_dtype", "auto") == "float32" else None
+    assert variant.engine is not None
+    return variant.engine.float_bytes()
 
 
 @dataclass(frozen=True)
@@ -217,8 +219,9 @@ class _Variant:
         )
 
     def cache_bytes(self, tokens: int, *, element_bytes: int | None = None) -> int | None:
+        assert self.variant.engine is not None
         element = element_bytes or kv_element_bytes(self.variant)
-        return kv_bytes(self.setting.facts, tokens, element_bytes=element)
+        return kv_bytes(self.setting.facts, self.variant.engine.cache_tokens(tokens), element_bytes=element)
 
     def held(self, sequence_bytes: float | None, *, budget: int | None = None) -> int | None:
         """Sequences that fit beside the weights; None where a sequence's bytes aren't known."""

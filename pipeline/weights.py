@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import CheckpointError, StageError
 from pipeline.packages import installed_version
 from pipeline.results import Problem
-from pipeline.tensorfile import INDEX_NAME, read_json, tensors
+from pipeline.shard_writer import Blocks
+from pipeline.tensorfile import INDEX_NAME, TensorInfo, read_json, tensors
 from pipeline.values import Value
 
 if TYPE_CHECKING:
@@ -43,6 +46,12 @@ SAMPLING_FLAGS = {
     "eta_cutoff": 0.0,
 }
 """Settings that only sampling reads, with the defaults that transformers lets pass."""
+
+
+FLUSHED = "flushed"
+_CAST_WEIGHTS = 262_144
+"""Few enough that a piece stays in the cache from reading to writing."""
+_MAPPED_BYTES = 268_435_456
 
 
 class SourceScan(Value):
@@ -70,13 +79,11 @@ def scan_source(folder: Path) -> SourceScan:
     bad: dict[str, int] = {}
     overflows: dict[str, int] = {}
     for name, tensor in read_tensors(folder):
-        if not tensor.is_floating_point():
-            continue
-        finite = int(tensor.isfinite().sum())
-        if finite < tensor.numel():
-            bad[name] = tensor.numel() - finite
-        elif tensor.dtype != torch.float16 and (over := int(tensor.to(torch.float16).isinf().sum())):
-            overflows[name] = over
+        largest = largest_magnitude(tensor) if tensor.is_floating_point() else 0.0
+        if not math.isfinite(largest):
+            bad[name] = tensor.numel() - int(tensor.isfinite().sum())
+        elif largest >= _rounded_to_infinity(torch.float16):
+            overflows[name] = int(tensor.to(torch.float16).isinf().sum())
     if bad:
         raise StageError(
             f"{folder}: {_counted(bad, 'non-finite')}; a quantizer spreads NaN and infinity over whole rows. "
@@ -101,14 +108,104 @@ def sixteen_bit_type(source_dtype: str, scan: SourceScan) -> str:
     return "bfloat16" if scan.overflows else "float16"
 
 
+def unquantized_type(source_dtype: str, folder: Path) -> str:
+    """`sixteen_bit_type` of a folder whose main type is `source_dtype`; its weights are read only if that decides."""
+    if source_dtype in ("float16", "bfloat16"):
+        return source_dtype
+    return sixteen_bit_type(source_dtype, scan_source(folder))
+
+
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """The largest |value| of a float tensor, infinite or NaN if one is; 0.0 of an empty one."""
+    import torch
+
+    if not tensor.numel():
+        return 0.0
+    lowest, highest = (tensor if tensor.element_size() > 1 else tensor.to(torch.float32)).aminmax()
+    return max(-float(lowest), float(highest))
+
+
+def cast(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, *, counts: Counter[str] | None = None
+) -> torch.Tensor | Blocks:
+    """A finite tensor as `dtype`, cast a little at a time while it is written.
+
+    Weights that become zero are added to `counts[FLUSHED]` meanwhile. Raises StageError when a weight is too
+    large for `dtype`.
+    """
+    import torch
+
+    if tensor.dtype == dtype:
+        return tensor
+    exact = torch.promote_types(tensor.dtype, dtype) == dtype
+    if not exact and largest_magnitude(tensor) >= _rounded_to_infinity(dtype):
+        over = int(tensor.to(dtype).isinf().sum())
+        raise StageError(
+            f"{name}: {over} weights too large for {str(dtype).removeprefix('torch.')} would become infinite"
+        )
+    pieces = _cast_pieces(tensor, dtype, counts=None if exact else counts)
+    return Blocks(dtype=dtype, shape=tuple(tensor.shape), pieces=pieces)
+
+
+def _rounded_to_infinity(dtype: torch.dtype) -> float:
+    """The smallest number that a cast makes infinite: halfway from the largest to the next power of two.
+
+    65,520 for FP16. The largest is (2 - eps) times a power of two; a tie goes to the even neighbour, infinity.
+    """
+    import torch
+
+    about = torch.finfo(dtype)
+    return float(about.max * (2 - about.eps / 2) / (2 - about.eps))
+
+
+def _cast_pieces(
+    tensor: torch.Tensor, dtype: torch.dtype, *, counts: Counter[str] | None
+) -> Iterator[torch.Tensor]:
+    """By way of FP32, which is exact for 16-bit types and twice as fast between two of them."""
+    import torch
+
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CAST_WEIGHTS):
+        piece = flat[start : start + _CAST_WEIGHTS]
+        wide = piece.to(torch.float32) if piece.element_size() == 2 else piece
+        made = wide.to(dtype)
+        if counts is not None and (zeros := made.numel() - _nonzero(made)):
+            counts[FLUSHED] += zeros - (wide.numel() - _nonzero(wide))
+        yield made
+
+
+def _nonzero(tensor: torch.Tensor) -> int:
+    """How many aren't ±0; numpy counts whole numbers several times as fast as torch counts floats."""
+    import numpy
+    import torch
+
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(numpy.count_nonzero(tensor.view(whole).numpy() << 1))
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, in the order of the files."""
+    found = tensors(folder)
+    for file, names in _by_file(found).items():
+        yield from read_file(folder / file, {name: found[name] for name in names})
+
+
+def read_file(path: Path, wanted: Mapping[str, TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of one file, mapped, not copied.
+
+    The file is mapped anew every so often, because pages that were read count as this process's until then.
+    """
     from safetensors import safe_open
 
-    for file, names in _by_file(folder).items():
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in names:
+    names = iter(wanted)
+    name = next(names, None)
+    while name is not None:
+        mapped_bytes = 0
+        with safe_open(path, framework="pt") as opened:
+            while name is not None and mapped_bytes < _MAPPED_BYTES:
+                mapped_bytes += wanted[name].size_bytes
                 yield name, opened.get_tensor(name)
+                name = next(names, None)
 
 
 def copy_side_files(source: Path, out: Path) -> tuple[str, ...]:
@@ -272,9 +369,9 @@ def _sixteen_bit() -> tuple[torch.dtype, ...]:
     return torch.float16, torch.bfloat16
 
 
-def _by_file(folder: Path) -> dict[str, list[str]]:
+def _by_file(found: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
-    for name, info in tensors(folder).items():
+    for name, info in found.items():
         files.setdefault(info.file, []).append(name)
     return files
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -119,6 +120,9 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.simplefilter("once")
+    # transformers imports torchao wherever that is installed, which then tells of every kernel it has no library for.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _throttled(emit: Callable[[str], None], *, interval_s: float = 0.5) -> Callable[[str], None]:

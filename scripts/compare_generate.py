@@ -11,7 +11,6 @@ the time of all tokens less that. Both must make the same tokens, or not the sam
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,12 @@ from typing import Any
 from pipeline.engines.transformers import Transformers, TransformersSession
 from pipeline.hardware import detect
 from pipeline.measure import random_prompts, time_generation
-from pipeline.measured import Distribution
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
-from pipeline.text_table import markdown_table
 from pipeline.values import Value
+from scripts.compared_times import Compared, missed, ratio_table, say, verdict, write_comparison
 from scripts.fetch_demo_model import MODEL_FOLDER
 
 LIMIT = 0.05
@@ -41,7 +39,6 @@ VARIANTS: dict[str, Quantizer] = {
 SHAPES = ((1, 64, 32), (4, 32, 16))
 """Batch size, prompt tokens, new tokens."""
 FIGURES = ("TTFT", "TPOT", "end to end")
-HEADER = ("variant", "batch", "test", "figure", "ours ms", "generate ms", "ratio", "quartiles", "repeats")
 
 
 class Timed(Value):
@@ -56,24 +53,6 @@ class Timed(Value):
         return {"TTFT": self.ttft_s, "TPOT": tpot_s}.get(name, self.end_to_end_s)
 
 
-class Compared(Value):
-    """One figure of one variant and shape; `ratio` is ours ÷ by hand, repeat by repeat."""
-
-    variant: str
-    batch_size: int
-    prompt_tokens: int
-    new_tokens: int
-    figure: str
-    ours_s: Distribution
-    by_hand_s: Distribution
-    ratio: Distribution
-
-    @property
-    def holds(self) -> bool:
-        """Whether the median ratio is within the limit."""
-        return abs(self.ratio.median - 1) <= LIMIT
-
-
 class Comparison(Value):
     """Everything that was compared, and on what."""
 
@@ -82,11 +61,6 @@ class Comparison(Value):
     threads: int
     versions: dict[str, str]
     figures: tuple[Compared, ...]
-
-    @property
-    def missed(self) -> tuple[Compared, ...]:
-        """The figures beyond the limit."""
-        return tuple(one for one in self.figures if not one.holds)
 
 
 def compare(model: Path, *, variants: Sequence[str], device: str, repeats: int) -> Comparison:
@@ -97,7 +71,7 @@ def compare(model: Path, *, variants: Sequence[str], device: str, repeats: int) 
     for name in variants:
         quantizer = VARIANTS[name]
         with tempfile.TemporaryDirectory() as folder:
-            _say(f"{name}: quantizing")
+            say(f"{name}: quantizing")
             out = Path(folder) / "checkpoint"
             out.mkdir()
             quantizer.quantize(model, out, device=device)
@@ -121,7 +95,7 @@ def _figures(
     batch_size, prompt_tokens, new_tokens = shape
     pairs = []
     for seed in range(-1, repeats):  # the first one warms up
-        _say(f"{variant}: batch {batch_size}, {prompt_tokens}+{new_tokens} tokens, repeat {seed + 1}")
+        say(f"{variant}: batch {batch_size}, {prompt_tokens}+{new_tokens} tokens, repeat {seed + 1}")
         prompts = random_prompts(
             batch_size=batch_size,
             prompt_tokens=prompt_tokens,
@@ -135,17 +109,19 @@ def _figures(
         timed = {way: way(session, prompts, new_tokens=new_tokens) for way in ways}
         pairs.append((timed[_ours], timed[_by_hand]))
     for figure in FIGURES:
-        ours = [pair[0].figure_s(figure, new_tokens=new_tokens) for pair in pairs]
-        by_hand = [pair[1].figure_s(figure, new_tokens=new_tokens) for pair in pairs]
-        yield Compared(
+        yield Compared.of(
+            [
+                (
+                    ours.figure_s(figure, new_tokens=new_tokens),
+                    by_hand.figure_s(figure, new_tokens=new_tokens),
+                )
+                for ours, by_hand in pairs
+            ],
             variant=variant,
             batch_size=batch_size,
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
+            test=f"pp{prompt_tokens}+tg{new_tokens}",
             figure=figure,
-            ours_s=Distribution.of(ours),
-            by_hand_s=Distribution.of(by_hand),
-            ratio=Distribution.of([one / other for one, other in zip(ours, by_hand, strict=True)]),
+            limit=LIMIT,
         )
 
 
@@ -213,37 +189,15 @@ def _wait_for(device: Any) -> None:
 def page(found: Comparison) -> str:
     """The comparison as Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
-    missed = f"{len(found.missed)} of {len(found.figures)} are beyond it" if found.missed else "all hold"
     return "\n\n".join(
         (
             "# This project's clock beside `transformers.generate`",
             f"{found.model} on {found.device}, {found.threads} thread(s); {versions}. Both ways time the same loaded "
             "model on the same prompts, in alternation, and must make the same tokens. Ratio: ours ÷ by hand, "
-            f"median and quartiles over the repeats; limit ± {100 * LIMIT:.0f} %: {missed}.",
-            markdown_table(HEADER, _rows(found.figures), text_columns=("test", "figure")),
+            f"median and quartiles over the repeats; limit ± {100 * LIMIT:.0f} %: {verdict(found.figures)}.",
+            ratio_table(found.figures, unit="ms", other="generate", scale=1e3),
         )
     )
-
-
-def _rows(figures: Sequence[Compared]) -> list[tuple[str, ...]]:
-    return [
-        (
-            one.variant,
-            str(one.batch_size),
-            f"pp{one.prompt_tokens}+tg{one.new_tokens}",
-            one.figure,
-            f"{1e3 * one.ours_s.median:.1f}",
-            f"{1e3 * one.by_hand_s.median:.1f}",
-            f"{one.ratio.median:.3f}" + ("" if one.holds else " (missed)"),
-            f"{one.ratio.lower_quartile:.3f} … {one.ratio.upper_quartile:.3f}",
-            str(len(one.ratio.samples)),
-        )
-        for one in figures
-    ]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 def main() -> int:
@@ -260,11 +214,8 @@ def main() -> int:
     found = compare(
         arguments.model, variants=arguments.variants, device=arguments.device, repeats=arguments.repeats
     )
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    (arguments.folder / "generate.json").write_text(found.to_json() + "\n", encoding="utf-8")
-    (arguments.folder / "generate.md").write_text(page(found) + "\n", encoding="utf-8")
-    print(page(found))
-    return 1 if found.missed else 0
+    write_comparison(arguments.folder, "generate", found, page=page(found))
+    return 1 if missed(found.figures) else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 # Everything that needs a CUDA device, in one go: the tests marked `gpu`, this project's clock beside
 # transformers.generate, then the recipes with random weights: 8b-random (decode at 16, 8 and 4 bits against the
 # ceiling, prefill whole and in chunks, the batch sweep, continuous batching, capacity contiguous and paged) and
-# 27b-random. Nothing is downloaded. Needs 24 GB of GPU memory for the first recipe and 80 GB for the second.
+# 27b-random; and for the same shapes scripts/gpu_decode.py: every path's share of the measured bandwidth at batch 1
+# (eager, compiled, torchao, quanto, bitsandbytes, vLLM where it is installed) beside the goals.
+# Nothing is downloaded. Needs 24 GB of GPU memory for the first recipe and 80 GB for the second.
 #
 #   scripts/gpu_check.sh OUT [RECIPE …]
 #
@@ -57,6 +59,7 @@ for recipe in "$@"; do
     part "plan-$name" "$python" -m pipeline plan "$recipe"
     part "run-$name" judged "$python" -m pipeline run "$recipe"
 done
+part gpu-decode judged "$python" -m scripts.gpu_decode "$out" --recipes "$@"
 if [ -d .assets/models/smollm2-135m-instruct ]; then
     part generate "$python" -m scripts.compare_generate "$out" --device cuda
 fi
@@ -66,6 +69,7 @@ for folder in "$PIPELINE_STORE"/runs/*; do
     cp "$folder"/*.md "$folder"/*.json "$folder"/*.csv "$folder"/*.yaml "$folder"/stages.log "$out/$(basename "$folder")/" 2>/dev/null
 done
 tail -n 25 "$out/gpu-tests.txt"
+cat "$out/gpu-decode.md" 2>/dev/null
 for recipe in "$@"; do
     tail -n 60 "$out/run-$(basename "$recipe" .yaml).txt"
 done

@@ -11,8 +11,11 @@ import pytest
 
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
+from pipeline.quantizers.dynamic_int8 import DynamicInt8
+from pipeline.quantizers.gguf import Gguf
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
+from pipeline.quantizers.torchao import Torchao
 
 PACKAGE = "pipeline.quantizers"
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -29,8 +32,15 @@ EVERY: tuple[Quantizer, ...] = (
     Bitsandbytes(type="nf4"),
     Bitsandbytes(type="nf4", double_quant=True),
     Bitsandbytes(type="fp4"),
+    DynamicInt8(),
+    Torchao(weights="int8"),
+    Torchao(weights="int8_dynamic"),
+    Torchao(weights="fp8"),
 )
 QUANTIZING = EVERY[3:]
+OF_OTHER_FILES = (Gguf(type="q8_0"),)
+"""Those that write no safetensors, with tests of their own."""
+WITH_CONV1D = tuple(quantizer for quantizer in QUANTIZING if "conv1d" in quantizer.quantizable)
 
 
 def name_of(quantizer: Quantizer) -> str:
@@ -69,10 +79,10 @@ def dense(model: Any, name: str) -> Any:
         return functional.dequantize_4bit(module.weight.data, module.weight.quant_state).float()
     if isinstance(module, nn.Linear8bitLt):
         return functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).float()
+    if hasattr(module, "unpacked"):
+        return module.unpacked()
     weight = module.weight
-    return (
-        weight.dequantize() if hasattr(weight, "dequantize") and "QB" in type(weight).__name__ else weight
-    ).float()
+    return (weight.dequantize() if hasattr(weight, "__tensor_flatten__") else weight).float()
 
 
 class Written:

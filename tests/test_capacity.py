@@ -30,7 +30,8 @@ from pipeline.preflight import Preflight
 from pipeline.process_memory import private_bytes_now, private_memory_limit
 from pipeline.processes import WorkerError
 from pipeline.quantizers.native import Native
-from pipeline.recipe import CapacitySpec, Recipe
+from pipeline.recipe import Recipe
+from pipeline.recipe_sections import CapacitySpec
 from pipeline.scripted_engine import ScriptedSession
 from pipeline.scripted_serving import ScriptedModel
 from pipeline.stages import RunnableCheckpoint

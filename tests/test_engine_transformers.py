@@ -13,6 +13,7 @@ from pipeline.engines.transformers import PROVEN_STATE, Transformers, Transforme
 from pipeline.errors import CheckpointError, StageError
 from pipeline.footprint import kv_bytes, shape_facts
 from pipeline.measure import random_prompts
+from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
 from pipeline.quantizers.native import Native
 from pipeline.results import Problem
@@ -318,8 +319,10 @@ class Scattered(Quantizer):
         del device
         return ()
 
-    def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:
-        del source_folder, out, device
+    def quantize(
+        self, source_folder: Path, out: Path, *, device: str, progress: Tell = silent
+    ) -> tuple[str, ...]:
+        del source_folder, out, device, progress
         return ()
 
     def outline(self, model: Any, *, compute_dtype: str) -> None:

@@ -9,19 +9,24 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.engine_agreement import compare, observe
 from pipeline.engines.base import Session
 from pipeline.engines.transformers import Transformers
+from pipeline.engines.vllm import Vllm
+from pipeline.execution_choice import choose_execution
 from pipeline.hardware import detect, machine_state
 from pipeline.paged_session import PagedSession
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.native import Native
 from pipeline.results import Report, VariantReport
 from pipeline.scheduler import Serving
+from pipeline.speed_results import SpeedShape
 from pipeline.stages import is_out_of_memory
 from tests.quantizer_samples import every_quantizer
 from tests.tiny_models import write_llama
@@ -60,6 +65,9 @@ def served(session: Session, *, share_prefixes: bool = False, new_tokens: int = 
 
 @every_quantizer
 def test_every_quantizer_quantizes_loads_and_runs_on_the_gpu(quantizer: Quantizer, tmp_path: Path) -> None:
+    problems, refusal = quantizer.check(device="cuda"), Transformers().refuses(quantizer)
+    if problems or refusal:
+        pytest.skip(f"NOT TESTED: {'; '.join(problem.what for problem in problems) or refusal}")
     source = write_llama(tmp_path / "tiny", hidden_size=256, intermediate_size=512)
     out = tmp_path / "out"
     out.mkdir()
@@ -89,6 +97,51 @@ def test_a_model_computes_the_same_tokens_on_gpu_and_cpu(tmp_path: Path) -> None
     assert generated(on_gpu) == expected
     assert served(on_gpu) == expected
     assert served(on_gpu, share_prefixes=True) == expected
+
+
+@every_quantizer
+def test_what_is_compilable_is_chosen_by_measurement_and_makes_the_eager_tokens(
+    quantizer: Quantizer, tmp_path: Path
+) -> None:
+    if not quantizer.compilable or quantizer.check(device="cuda"):
+        pytest.skip("this quantizer isn't compiled here")
+    source = write_llama(tmp_path / "tiny", hidden_size=256, intermediate_size=512, initializer_range=0.5)
+    out = tmp_path / "out"
+    out.mkdir()
+    quantizer.quantize(source, out, device="cuda")
+    session = Transformers(compute_dtype="bfloat16").open(out, quantizer=quantizer, device="cuda")
+    eager, compiled = session.executions
+    shape = SpeedShape(batch_size=1, prompt_tokens=16, new_tokens=16)
+    choice = choose_execution(session, shape=shape, seed=1, clock=time.perf_counter)
+    assert choice is not None
+    assert (choice.plain, choice.other) == (eager, compiled)
+    assert choice.outcome == "compared", choice.text
+    assert choice.speedup is not None
+    assert session.execution == choice.kept == (compiled if choice.speedup > 1 else eager)
+
+
+def test_vllm_computes_the_model_that_transformers_does(tmp_path: Path) -> None:
+    if problems := Vllm().check(device="cuda"):
+        pytest.skip(f"NOT TESTED: {problems[0].what}")
+    folder = write_llama(tmp_path / "tiny", hidden_size=256, initializer_range=0.5)
+    tokens = list(range(5, 60))
+    reference = Transformers().open(folder, quantizer=Native(dtype="fp16"), device="cuda")
+    expected = observe(reference, tokens=tokens)
+    engine = Vllm(gpu_memory_utilization=0.3)
+    with engine.open(folder, quantizer=Native(dtype="fp16"), device="cuda") as session:
+        found = observe(session, tokens=tokens)
+        assert compare(expected, found, reference_engine="transformers", engine="vllm").holds
+        static = generated(session)
+        with session.serving(LIMITS, share_prefixes=False) as serving:
+            for number, prompt in enumerate(PROMPTS):
+                serving.submit(number, prompt, new_tokens=6)
+            steps = list(iter(serving.step, None))
+        assert sum(len(step.produced) for step in steps if step) == 12
+        assert sum(step.prefill_tokens for step in steps if step) == 8
+        assert generated(session) == static
+        memory = session.memory()
+        assert memory.kv_cache_bytes
+        assert memory.weight_bytes_resident < memory.peak_bytes
 
 
 def test_a_gpu_that_is_full_is_out_of_memory_and_no_bug() -> None:

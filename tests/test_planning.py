@@ -14,7 +14,7 @@ from pipeline.hardware import detect, fingerprint
 from pipeline.measured import Distribution
 from pipeline.plan_text import plan_table
 from pipeline.plan_values import Plan
-from pipeline.planning import MEASURED_DEVICE, plan_recipe
+from pipeline.planning import MEASURED_DEVICE, best_for, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.serving_results import ServingResult, ServingRow
 from pipeline.speed_results import DeviceSpeed, SpeedRow
@@ -85,12 +85,15 @@ def keep_run(
         update={"test": "prefill", "prompt_tokens": 400, "chunk_tokens": 40, "ttft_s": Distribution.of([9.0])}
     )
     speed = results.speed("fp16", rows=(row(1), row(4), pieces))
-    loaded = load_recipe(path).recipe
+    file = load_recipe(path)
+    loaded, best = file.recipe, best_for(file, device=detect(), store=store)
     report = results.report(
         results.variant_report(results.variant("fp16", speed=speed, serving=served)),
         results.variant_report(results.variant("int8", speed=results.speed("int8", rows=(row(1),)))),
         recipe_digest=loaded.digest(),
-        resolved_recipe=loaded.expand(device=(device or detect()).kind).model_dump(mode="json"),
+        resolved_recipe=loaded.expand(
+            device=(device or detect()).kind, best={} if device else best
+        ).model_dump(mode="json"),
         provenance={"device": (device or detect()).model_dump(mode="json")},
         **fields,
     )

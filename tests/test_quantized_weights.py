@@ -21,12 +21,14 @@ from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
+from pipeline.quanto_weights import frozen_weight, stored_parts
 from pipeline.weights import repaired_generation_config, saving_to, scan_source
 from tests.quantizer_samples import (
     EVERY,
     GATE,
     PACKAGE,
     SINGLE,
+    WITH_CONV1D,
     Written,
     dense,
     edited,
@@ -35,7 +37,7 @@ from tests.quantizer_samples import (
     name_of,
     quantizing,
 )
-from tests.tiny_models import write_gpt2, write_llama
+from tests.tiny_models import write_gpt2, write_llama, write_moe
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +182,89 @@ def test_int8_runs_without_a_warning_per_layer(written: Written, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         logits(quantizer.load(written(quantizer), device="cpu", compute_dtype="float32"))
     assert not caplog.records
+
+
+def in_files(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def by_quanto_itself(source: Path, *, quanto_type: str, dtype: str) -> dict[str, Any]:
+    """What its own functions make of the whole model in memory, but for a tied head's second name."""
+    import torch
+    from optimum.quanto import freeze, qtypes, quantize
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+    quantize(model, weights=qtypes[quanto_type], exclude="lm_head")
+    freeze(model)
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "tied, FP16": {"hidden_size": 256, "intermediate_size": 320},
+    "untied, FP32": {"dtype": "float32", "tie_word_embeddings": False, "intermediate_size": 63},
+    "biases, several files": {
+        **{"attention_bias": True, "mlp_bias": True, "hidden_size": 256, "intermediate_size": 96},
+        "shard_bytes": 100_000,
+    },
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_quanto_tensor_by_tensor_gives_every_bit_of_quanto_on_the_whole_model(
+    source: str, tmp_path: Path
+) -> None:
+    import torch
+
+    folder = write_llama(tmp_path / "source", **SOURCES[source])
+    for weights, quanto_type in (("int8", "qint8"), ("int4", "qint4"), ("fp8", "qfloat8_e4m3fn")):
+        expected = by_quanto_itself(folder, quanto_type=quanto_type, dtype="float16")
+        out = tmp_path / weights
+        out.mkdir()
+        notes = Quanto.model_validate({"weights": weights}).quantize(folder, out, device="cpu")
+        found = in_files(out)
+        assert notes == ()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), (
+                name
+            )
+
+
+def test_quanto_in_blocks_of_rows_gives_every_bit_of_quanto_at_once() -> None:
+    import torch
+    from optimum.quanto import qtypes
+    from optimum.quanto.nn import QLinear
+
+    draw = torch.Generator().manual_seed(0)
+    for rows, columns in ((1, 3_000_000), (3, 2_500_000), (5, 1_000_000), (1025, 4096)):
+        weight = torch.randn(rows, columns, generator=draw).to(torch.bfloat16)
+        for quanto_type in ("qint8", "qint4", "qfloat8_e4m3fn"):
+            with torch.device("meta"):
+                plain = torch.nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+            module = QLinear.from_module(plain, weights=qtypes[quanto_type])
+            found, _ = stored_parts(weight, module=module, name="a")
+            expected: dict[str, Any] = {}
+            frozen_weight(weight, module=module, name="a")[0].save_to_state_dict(
+                expected, "a.weight.", keep_vars=False
+            )
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(
+                    found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+                ), (name, rows)
+
+
+def test_a_mixture_of_experts_is_quantized_as_a_whole_and_says_so(tmp_path: Path, out: Path) -> None:
+    notes = Quanto(weights="int8").quantize(write_moe(tmp_path / "moe"), out, device="cpu")
+    assert any("in memory as a whole" in note and "experts" in note for note in notes)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in in_files(out)
 
 
 # --- numbers that break quantizers -----------------------------------------------------------------------
@@ -343,7 +428,7 @@ def test_the_tokenizer_goes_with_the_weights(quantizer: Quantizer, written: Writ
         assert (written(quantizer) / name).read_bytes() == (written.source / name).read_bytes()
 
 
-@pytest.mark.parametrize("quantizer", [EVERY[2], *EVERY[6:]], ids=name_of)
+@pytest.mark.parametrize("quantizer", [EVERY[2], *WITH_CONV1D], ids=name_of)
 def test_conv1d_models_load_and_run(quantizer: Quantizer, tmp_path: Path, out: Path) -> None:
     quantizer.quantize(write_gpt2(tmp_path / "gpt2"), out, device="cpu")
     for compute_dtype in ("float32", "float16"):
@@ -353,7 +438,7 @@ def test_conv1d_models_load_and_run(quantizer: Quantizer, tmp_path: Path, out: P
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_comes_out_as_such(written: Written, out: Path) -> None:
-    (out / SINGLE).symlink_to("/dev/full")
+    (out / "config.json").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as caught:
         Native(dtype="fp16").quantize(written.source, out, device="cpu")
     assert caught.value.errno == errno.ENOSPC

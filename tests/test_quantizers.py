@@ -21,9 +21,20 @@ from pipeline.live_tensors import resident_bytes
 from pipeline.plugins import kinds, plugin_class, plugin_classes
 from pipeline.quantizers.base import Quantizer, StoredBytes, group_wise
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
+from pipeline.quantizers.dynamic_int8 import DynamicInt8
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto, effective_group_size
-from tests.quantizer_samples import EVERY, PACKAGE, Written, every_quantizer, name_of, quantizing
+from pipeline.quantizers.torchao import Torchao
+from tests.quantizer_samples import (
+    EVERY,
+    OF_OTHER_FILES,
+    PACKAGE,
+    WITH_CONV1D,
+    Written,
+    every_quantizer,
+    name_of,
+    quantizing,
+)
 from tests.tiny_models import write_gpt2, write_llama, write_moe
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "fp4")
@@ -66,7 +77,8 @@ def test_every_kind_is_its_files_name_and_survives_json(kind: str) -> None:
         for device in ("cpu", "cuda")
         if (found := quantizer_class.default_for(precision, device=device)) is not None
     ]
-    assert values, "a kind without a default needs a test of its own here"
+    values += [sample for sample in (*EVERY, *OF_OTHER_FILES) if sample.kind == kind]
+    assert values, "a kind without a default needs a sample"
     for value in values:
         assert value.kind == kind
         assert quantizer_class.model_validate(value.manifest_block()) == value
@@ -225,7 +237,7 @@ def test_predicted_resident_bytes_are_those_of_the_live_tensors(
         assert resident_bytes(model) - rotary == predicted, compute_dtype
 
 
-@pytest.mark.parametrize("quantizer", [EVERY[1], *EVERY[6:]], ids=name_of)
+@pytest.mark.parametrize("quantizer", [EVERY[1], *WITH_CONV1D], ids=name_of)
 def test_predicted_resident_bytes_hold_for_transposed_weights(
     quantizer: Quantizer, tmp_path: Path, out: Path
 ) -> None:
@@ -276,5 +288,9 @@ def test_fewer_bits_mean_fewer_bytes(written: Written) -> None:
         assert sixteen / 4 < size(int4) < size(int8) < sixteen < size(Native(dtype="fp32"))
 
 
-def test_only_llm_int8_multiplies_integers() -> None:
-    assert [quantizer for quantizer in EVERY if quantizer.integer_arithmetic] == [Bitsandbytes(type="int8")]
+def test_only_what_quantizes_activations_multiplies_integers() -> None:
+    assert [quantizer for quantizer in EVERY if quantizer.integer_arithmetic] == [
+        Bitsandbytes(type="int8"),
+        DynamicInt8(),
+        Torchao(weights="int8_dynamic"),
+    ]

@@ -13,7 +13,8 @@ from pipeline.fleet import Targets
 from pipeline.hardware import detect
 from pipeline.measured import Distribution
 from pipeline.quantizers.native import Native
-from pipeline.recipe import ExpandedRecipe, ServingSpec, load_recipe
+from pipeline.recipe import ExpandedRecipe, load_recipe
+from pipeline.recipe_sections import ServingSpec
 from pipeline.results import CheckpointManifest
 from pipeline.scripted_serving import ScriptedModel
 from pipeline.serving_load import ServingLoad, serving_load

@@ -13,7 +13,7 @@ from pipeline.errors import CheckpointError, StageError
 from pipeline.footprint import shape_facts, weight_reads
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
-from pipeline.recipe import SpeedSpec, Workload
+from pipeline.recipe_sections import SpeedSpec, Workload
 from pipeline.results import SourceRecord
 from pipeline.speed_results import SpeedShape
 from pipeline.speed_stage import mean_kv_bytes, read_per_token_resident, timed_shapes, touched_share
@@ -26,6 +26,7 @@ from pipeline.stages import (
     is_out_of_memory,
     quantize,
 )
+from pipeline.store import JOURNAL_NAME
 from tests import result_builders as build
 from tests.tiny_models import write_gpt2, write_llama, write_moe
 
@@ -179,6 +180,7 @@ def test_a_label_that_the_bytes_do_not_earn_is_refused(tmp_path: Path, write: An
     with pytest.raises((CheckpointError, StageError), match=r"int8|quanti"):
         quantize(wanted, progress=quiet)
     assert not (out / "manifest.json").exists()
+    assert not (out / JOURNAL_NAME).exists()
 
 
 def test_a_quantized_checkpoint_ends_with_its_manifest(tmp_path: Path) -> None:
@@ -195,6 +197,30 @@ def test_a_quantized_checkpoint_ends_with_its_manifest(tmp_path: Path) -> None:
     assert manifest.weight_bytes_on_disk == 59_292
     assert manifest.coverage.share == 1.0
     assert (out / "manifest.json").is_file()
+    assert not (out / JOURNAL_NAME).exists()
+
+
+def test_a_checkpoint_made_in_two_goes_has_the_digest_of_one_made_in_one_and_says_so(tmp_path: Path) -> None:
+    source, quantizer = write_llama(tmp_path / "source", shard_bytes=40_000), Quanto(weights="int8")
+    made = {}
+    for name in ("one", "two"):
+        out = tmp_path / name
+        out.mkdir()
+        if name == "two":  # weights and journal without a manifest, as a stage leaves them that is killed
+            quantizer.quantize(source, out, device="cpu")
+        told: list[str] = []
+        wanted = QuantizeRequest(
+            source_folder=str(source),
+            source=SourceRecord(model="tiny", revision=None, files=()),
+            quantizer=quantizer,
+            device="cpu",
+            out=str(out),
+        )
+        made[name] = quantize(wanted, progress=told.append)
+        assert any("0.00 GB" in text for text in told)
+    assert made["one"].notes == ()
+    assert made["two"].notes[0].startswith("resumed: 4 of 4 files")
+    assert made["one"].content_digest() == made["two"].content_digest()
 
 
 # --- what a decode step reads ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -133,7 +133,7 @@ def test_a_package_s_own_file_imports_nothing() -> None:
         ("lm_eval", r"quality|tasks|task_checks|harness_setting"),
         ("yaml", r"yaml_document|tasks"),
         ("bitsandbytes", r"quantizers\.bitsandbytes"),
-        ("optimum", r"quantizers\.quanto"),
+        ("optimum", r"quantizers\.quanto|quanto_weights"),
     ],
 )
 def test_a_package_is_used_where_it_belongs(package: str, allowed: str) -> None:
@@ -237,16 +237,14 @@ def test_every_command_prints_json_on_demand_and_tells_the_exit_codes() -> None:
 
 
 PLUGINS = [(package, kind) for package in PLUGIN_PACKAGES.values() for kind in kinds(package)]
-REQUIRED: dict[str, Any] = {"weights": "int8", "type": "nf4", "dtype": "bf16"}
-"""Values for required fields that have no obvious number."""
 
 
 def filled(package: str, kind: str) -> dict[str, Any]:
-    """A plugin's block with its required fields set; of alternatives the first one."""
+    """A plugin's block with its required fields set; of alternatives and of allowed values the first one."""
     block: dict[str, Any] = {"kind": kind}
     for name, field in plugin_class(package, kind).model_fields.items():
         if field.is_required():
-            block[name] = REQUIRED.get(name, 1.5)
+            block[name] = (get_args(field.annotation) or (1.5,))[0]
     if package == "pipeline.rules":
         alternative = next((name for name in ("fraction", "factor") if name in fields(package, kind)), None)
         block |= {alternative: 0.6} if alternative else {}
@@ -300,6 +298,8 @@ def dumped_digest(data: Any) -> str:
 def recipe_with(folder: Path, package: str, block: dict[str, Any]) -> ExpandedRecipe:
     """A recipe with one plugin of `package`: its second variant's quantizer or engine, or its last rule."""
     variant: dict[str, Any] = {"name": "x", "quantizer": {"kind": "native", "dtype": "fp32"}}
+    if block["kind"] in ("gguf", "llama_cpp"):  # neither goes with another one
+        variant |= {"quantizer": {"kind": "gguf", "type": "q8_0"}, "engine": {"kind": "llama_cpp"}}
     rules: list[dict[str, Any]] = [{"kind": "max_memory", "fraction": 0.6}]
     if package == "pipeline.quantizers":
         variant["quantizer"] = block

@@ -23,7 +23,7 @@ from pipeline.quantizers.quanto import Quanto
 from pipeline.recipe import load_recipe
 from pipeline.results import FileRecord, SourceRecord
 from pipeline.stage_keys import quantize_key
-from pipeline.store import Store, write_atomically
+from pipeline.store import JOURNAL_NAME, Store, write_atomically
 from tests import result_builders as build
 
 ROOT = Path(__file__).parent.parent
@@ -147,6 +147,38 @@ def test_what_a_killed_run_left_behind_is_cleared_away(store: Store) -> None:
     with store.new_folder(final) as partial:
         assert not list(partial.iterdir())
     assert not list(final.iterdir())
+
+
+def stopped_folder(store: Store, final: Path) -> None:
+    with store.new_folder(final) as partial:
+        (partial / JOURNAL_NAME).write_text("{}", encoding="utf-8")
+        (partial / "half.safetensors").write_bytes(b"1")
+        raise KeyboardInterrupt
+
+
+def test_a_stopped_folder_with_a_journal_is_gone_on_with_under_the_same_name_only(store: Store) -> None:
+    final, other = store.checkpoint_folder("a" * 64), store.checkpoint_folder("b" * 64)
+    with pytest.raises(KeyboardInterrupt):
+        stopped_folder(store, final)
+    assert not final.exists()
+    with store.new_folder(other) as partial:
+        assert not list(partial.iterdir())
+    with store.lock(), store.new_folder(final) as partial:
+        assert (partial / "half.safetensors").read_bytes() == b"1"
+    assert sorted(final.parent.iterdir()) == [final, other]
+
+
+def test_what_was_stopped_and_not_gone_on_with_for_a_week_is_cleared_away(store: Store) -> None:
+    final = store.checkpoint_folder("a" * 64)
+    with pytest.raises(KeyboardInterrupt):
+        stopped_folder(store, final)
+    left = final.parent / f".partial-{final.name}"
+    with store.lock():
+        assert left.exists()
+    week_ago = time.time() - 8 * 24 * 3600
+    os.utime(left / JOURNAL_NAME, (week_ago, week_ago))
+    with store.lock():
+        assert not left.exists()
 
 
 # --- disks -----------------------------------------------------------------------------------------------

@@ -109,6 +109,26 @@ def write_moe(
     return _write(Qwen3MoeConfig(**settings), folder, dtype, seed, tokenizer_tokens, shard_bytes)
 
 
+def write_mixtral(folder: Path, *, dtype: str = "float16", seed: int = 0) -> Path:
+    """A one-layer Mixtral: four experts, vocabulary 300, untied; saved with one matrix an expert."""
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _write(config, folder, dtype, seed, config.vocab_size, None)
+
+
 def write_tokenizer(folder: Path, *, tokens: int = 300) -> Path:
     """A byte-level tokenizer of exactly `tokens` ids into `folder`.
 
@@ -132,6 +152,38 @@ def write_tokenizer(folder: Path, *, tokens: int = 300) -> Path:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_fallback_tokenizer(folder: Path, *, tokens: int = 300) -> Path:
+    """A tokenizer of exactly `tokens` ids, as the older Llamas have it: words and, for the rest, bytes (<0x0A>).
+
+    llama.cpp's converter knows it by its form; a byte-level one it knows only where a published model has it.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_alone = [f"<0x{value:02X}>" for value in range(256)]
+    letters = ["▁", *"etaoinshrdlucmfwypvbgkjqxz"]
+    names = [*_SPECIAL, *bytes_alone, *letters][:tokens]
+    names += [f"<unused{index}>" for index in range(tokens - len(names))]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={name: index for index, name in enumerate(names)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )

@@ -8,20 +8,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from pipeline.capacity_results import PeakPrediction
 from pipeline.errors import StageError
 from pipeline.quantizers.base import Quantizer
 from pipeline.results import Problem
 from pipeline.scheduler import Serving
 from pipeline.values import Value
 
+if TYPE_CHECKING:
+    import numpy
+
 
 class SessionMemory(Value):
-    """Bytes of a loaded session, from live tensors (each storage once) and the allocator or process."""
+    """Bytes of a loaded session, from live tensors (each storage once) and the allocator or process.
+
+    `weight_bytes_copied` of the resident ones lie in memory a second time, in another order for another use: a step
+    reads one of the two. `kv_bytes_filled` is the part of the cache that holds tokens, where more was reserved for
+    them; None where all does.
+    """
 
     weight_bytes_resident: int
+    weight_bytes_copied: int = 0
     kv_cache_bytes: int | None
+    kv_bytes_filled: int | None = None
     peak_bytes: int
     reserved_bytes: int | None
 
@@ -132,6 +143,35 @@ class Session(ABC):
     def release(self) -> None:
         """Drop the batch and its cache; the weights stay."""
 
+    def logits(self, tokens: Sequence[int]) -> numpy.ndarray:
+        """FP32 logits [tokens, vocabulary] after each token of one sequence; the batch before it is dropped.
+
+        For comparing what two engines make of one checkpoint, not for timing. Raises StageError when this engine
+        doesn't hand them out.
+        """
+        del tokens
+        raise StageError("this engine hands out no logits")
+
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """Every way in which it can run a batch, as `execution` would say it; the first one is the plain one."""
+        return (self.execution,)
+
+    def run_as(self, execution: str) -> None:
+        """Run the batches that follow in one of `executions`; the batch before is dropped."""
+        assert execution in self.executions
+
+    def disagreement(
+        self, prompts: Sequence[Sequence[int]], *, execution: str, room_tokens: int, steps: int
+    ) -> str:
+        """How the first `steps` tokens of `execution` differ from the plain way's, in a sentence; "" if they don't.
+
+        The batch has room for `room_tokens` new tokens a sequence; it is dropped afterwards.
+        """
+        del prompts, room_tokens, steps
+        assert execution in self.executions
+        return ""
+
     def serving(self, limits: Serving, *, share_prefixes: bool) -> ServingSession:
         """Continuous batching on the same weights, within `limits`; cached prefixes are reused if wanted.
 
@@ -155,6 +195,51 @@ class Engine(Value, ABC):
     @abstractmethod
     def check(self, *, device: str) -> tuple[Problem, ...]:
         """What is missing to run on `device`. Imports nothing heavy."""
+
+    def needs(self, quantizer: Quantizer) -> tuple[Problem, ...]:
+        """What is missing besides to run what `quantizer` writes. Imports nothing heavy."""
+        del quantizer
+        return ()
+
+    @property
+    def fills_device(self) -> bool:
+        """Whether a session takes the device's memory for itself, so that no other variant fits beside it."""
+        return False
+
+    @property
+    def most_sequences(self) -> int | None:
+        """How many sequences a static batch may have at most; None where only memory ends it."""
+        return None
+
+    def loaded_bytes(self, stored_bytes: int) -> float:
+        """The most memory that weights of so many bytes on disk take, with a wider type and copies while loading."""
+        return 2.0 * stored_bytes
+
+    @abstractmethod
+    def refuses(self, quantizer: Quantizer) -> str | None:
+        """Why this engine can't run what `quantizer` writes, as it is on disk; None where it can."""
+
+    def import_libraries(self) -> None:
+        """Import what loading imports, so that its memory isn't taken for the weights'."""
+
+    @abstractmethod
+    def kv_element_bytes(self, quantizer: Quantizer) -> int:
+        """Bytes of one cached value beside the weights of `quantizer`."""
+
+    def float_bytes(self) -> int | None:
+        """Bytes of the floats that weights are held and computed in; None for those that are stored."""
+        return None
+
+    def cache_tokens(self, tokens: int) -> int:
+        """Tokens that a sequence's cache reserves memory for when it holds so many."""
+        return tokens
+
+    @abstractmethod
+    def predicted_peak(self, checkpoint: Path, *, prompt_tokens: int, new_tokens: int) -> PeakPrediction:
+        """The peak of prefill and decode over the number of sequences, KV cache included, weights excluded.
+
+        Nothing of the size of the model is loaded. Raises whatever a library raises that can't tell.
+        """
 
     @abstractmethod
     def open(self, checkpoint: Path, *, quantizer: Quantizer, device: str) -> Session:

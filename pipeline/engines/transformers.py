@@ -1,5 +1,8 @@
 """Engine `transformers`: an explicit prefill and decode loop over a cache, logits of the last position only.
 
+On a GPU a decode step of hundreds of small kernels waits for the processor that starts them; compiled into one CUDA
+graph it doesn't. Whether that pays is measured before a shape is timed, see `execution_choice`.
+
 with Transformers().open(folder, quantizer=quantizer, device="cpu") as session:
     first = session.prefill([[1, 2, 3]], new_tokens=8)
     second = session.decode_step()
@@ -15,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.activations import predicted_peak
+from pipeline.capacity_results import PeakPrediction
 from pipeline.checkpoint import tokenizer_tokens
+from pipeline.compiled_decode import CompiledDecode
 from pipeline.device_runtime import DeviceRuntime, device_runtime
 from pipeline.engines.base import Engine, Session, SessionMemory
 from pipeline.errors import StageError
@@ -27,25 +33,66 @@ from pipeline.scheduler import Serving
 from pipeline.weights import missing_packages
 
 if TYPE_CHECKING:
+    import numpy
     import torch
 
 
 PROVEN_STATE = ("qwen3_5_text", "qwen3_next")
 """Model types whose recurrent state is known to bear padding and chunks: tokens were compared with whole prompts'."""
+ROUNDING_STEPS = 4
+"""Units in the last place of the largest logit, within which another order of additions may swap two best tokens."""
 _NOT_FINITE = "the model's logits are not finite: it can't be used at this precision"
 
 
 class Transformers(Engine):
-    """Runs a checkpoint through transformers, eagerly, greedy, with a dynamic or a static KV cache."""
+    """Runs a checkpoint through transformers, greedy, with a dynamic or a static KV cache.
+
+    `compile: auto` times each shape's decode eagerly and compiled (with a static cache) and keeps the faster, on a GPU
+    and for quantizers that bear it; on a CPU it means never.
+    """
 
     kind: Literal["transformers"] = "transformers"
     cache: Literal["dynamic", "static"] = "dynamic"
+    compile: Literal["auto", "never", "always"] = "auto"
     compute_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
 
     def check(self, *, device: str) -> tuple[Problem, ...]:
         """transformers and torch must be installed."""
         del device
         return missing_packages("torch", "transformers")
+
+    def refuses(self, quantizer: Quantizer) -> str | None:
+        """It runs what transformers keeps as stored; a GGUF file it only dequantizes."""
+        if quantizer.kind == "gguf":
+            return "transformers would dequantize the GGUF file and run 16 bits; use engine llama_cpp"
+        if self.compile == "always" and not quantizer.compilable:
+            return f"torch.compile doesn't take what {quantizer.kind} writes; leave engine.compile at auto"
+        return None
+
+    def import_libraries(self) -> None:
+        """torch, and what models are made of."""
+        import torch  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
+
+    def kv_element_bytes(self, quantizer: Quantizer) -> int:
+        """The arithmetic's type, or the checkpoint's own 32 or 16 bits."""
+        if self.compute_dtype == "auto":
+            return 4 if quantizer.precision == "fp32" else 2
+        return 4 if self.compute_dtype == "float32" else 2
+
+    def float_bytes(self) -> int | None:
+        """Weights are cast to a wider type than they are stored in."""
+        return 4 if self.compute_dtype == "float32" else None
+
+    def predicted_peak(self, checkpoint: Path, *, prompt_tokens: int, new_tokens: int) -> PeakPrediction:
+        """By running the model on tensors without data."""
+        return predicted_peak(
+            checkpoint,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            compute_dtype=stored_dtype(checkpoint) if self.compute_dtype == "auto" else self.compute_dtype,
+            static_cache=self.cache == "static",
+        )
 
     def open(self, checkpoint: Path, *, quantizer: Quantizer, device: str) -> TransformersSession:
         """Load the checkpoint. Raises StageError when layers land on another device than asked for."""
@@ -62,7 +109,15 @@ class Transformers(Engine):
             cache=self.cache,
             compute_dtype=compute_dtype,
             vocabulary_tokens=_vocabulary(checkpoint, model),
+            compiled=self._compiled(model, quantizer=quantizer, device=device),
+            only_compiled=self.compile == "always",
         )
+
+    def _compiled(self, model: Any, *, quantizer: Quantizer, device: str) -> CompiledDecode | None:
+        """What `compile` comes to on this device; on CPUs compiling made no path faster (docs/measuring.md)."""
+        may_pay = device == "cuda" and quantizer.compilable
+        wanted = self.compile == "always" or (self.compile == "auto" and may_pay)
+        return CompiledDecode(model) if wanted else None
 
 
 class TransformersSession(Session):
@@ -75,14 +130,25 @@ class TransformersSession(Session):
         cache: str,
         compute_dtype: str,
         vocabulary_tokens: int,
+        compiled: CompiledDecode | None = None,
+        only_compiled: bool = False,
         runtime: DeviceRuntime | None = None,
     ) -> None:
+        """With `compiled` a decode step can run so; `only_compiled` leaves no other way."""
         self.model = model
         self.compute_dtype = compute_dtype
         self.vocabulary_tokens = vocabulary_tokens
-        self.execution = f"eager, {cache} cache, {model.config._attn_implementation} attention"
+        attention = f"{model.config._attn_implementation} attention"
+        graphs = " into CUDA graphs" if model.device.type == "cuda" else ""
+        eager, compiled_words = (
+            f"eager, {cache} cache, {attention}",
+            f"compiled{graphs}, static cache, {attention}",
+        )
+        self._executions = (*(() if only_compiled else (eager,)), *((compiled_words,) if compiled else ()))
+        self.execution = self._executions[0]
         self._runtime = runtime or device_runtime(model.device.type)
         self._static = cache == "static"
+        self._compiled, self._runs_compiled = compiled, only_compiled
         # The argument is being renamed upstream, model by model; the old name warns at every step.
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -96,23 +162,26 @@ class TransformersSession(Session):
     ) -> list[int]:
         """Prompts [batch][tokens] → first tokens [batch]. Raises StageError when a logit isn't finite.
 
-        Prompts of one length go through without any mask; shorter ones get one, see `_Padding`. In chunks, the
-        activations are those of `chunk_tokens` tokens a sequence instead of the whole prompt's. Raises StageError
-        for both where a model's state doesn't bear it, see `_check_state`.
+        Always eager. Prompts of one length go through without any mask; shorter ones get one, see `_Padding`. In
+        chunks, the activations are those of `chunk_tokens` tokens a sequence instead of the whole prompt's. Raises
+        StageError for both where a model's state doesn't bear it, see `_check_state`.
         """
+        logits = self._prompt_logits(prompts, new_tokens=new_tokens, chunk_tokens=chunk_tokens)
+        return self._take(logits)
+
+    def _prompt_logits(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, chunk_tokens: int | None
+    ) -> torch.Tensor:
+        """[batch, vocabulary], of each prompt's last token."""
         import torch
-        from transformers.cache_utils import DynamicCache, StaticCache
 
         self._drop()
-        config = self.model.config
         width = max(map(len, prompts))
-        if self._static:
-            self._cache = StaticCache(config=config, max_cache_len=width + new_tokens)
-        else:
-            self._cache = DynamicCache(config=config)
+        self._cache = self._new_cache(len(prompts), room=width + new_tokens)
         unequal = any(len(prompt) < width for prompt in prompts)
         if unequal or (chunk_tokens or width) < width:
-            _check_state(config.model_type, self._cache, padded_singly=unequal and chunk_tokens == 1)
+            kind = self.model.config.model_type
+            _check_state(kind, self._cache, padded_singly=unequal and chunk_tokens == 1)
         if unequal:
             self._padding = _Padding.of(prompts, room=width + new_tokens, device=self.model.device)
         input_ids = torch.tensor(
@@ -125,24 +194,38 @@ class TransformersSession(Session):
             logits = self._forward(input_ids[:, start : start + step])
         if not bool(torch.isfinite(logits).all()):
             raise StageError(_NOT_FINITE)
-        return self._take(logits)
+        return logits
+
+    def _new_cache(self, batch_size: int, *, room: int) -> Any:
+        from transformers.cache_utils import DynamicCache, StaticCache
+
+        if self._compiled is not None and self._runs_compiled:
+            return self._compiled.cache(batch_size=batch_size, room=room)
+        if self._static:
+            return StaticCache(config=self.model.config, max_cache_len=room)
+        return DynamicCache(config=self.model.config)
 
     def decode_step(self) -> list[int]:
         """One more greedy token for every sequence; an end-of-sequence token doesn't stop anything.
 
         Raises StageError when a sequence's best logit isn't finite.
         """
-        assert self._last is not None, "prefill comes first"
-        return self._take(self._forward(self._last[:, None]))
+        return self._take(self._step_logits())
 
-    def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _step_logits(self) -> torch.Tensor:
+        """[batch, vocabulary] after the last tokens; a batch with padding, whose masks grow, is never compiled."""
+        assert self._last is not None, "prefill comes first"
+        compiled = self._compiled if self._runs_compiled and self._padding is None else None
+        return self._forward(self._last[:, None], through=compiled)
+
+    def _forward(self, input_ids: torch.Tensor, *, through: CompiledDecode | None = None) -> torch.Tensor:
         import torch
 
         start, self._held_tokens = self._held_tokens, self._held_tokens + input_ids.shape[1]
         masked = self._padding.arguments(start, self._held_tokens) if self._padding else {}
         # Not inference_mode: quanto's packed INT4 tensors make views that it forbids.
         with torch.no_grad():
-            output = self.model(
+            output = (through or self.model)(
                 input_ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: self._cache}, **masked
             )
         logits: torch.Tensor = output.logits[:, -1]
@@ -176,6 +259,8 @@ class TransformersSession(Session):
     def release(self) -> None:
         """Drop cache and batch; on CUDA hand cached blocks back, so that the next shape starts clean."""
         self._drop()
+        if self._compiled is not None:
+            self._compiled.forget()
         self._runtime.empty_cached_blocks()
 
     def _drop(self) -> None:
@@ -183,10 +268,69 @@ class TransformersSession(Session):
         self._cache = self._padding = self._last = None
         self._held_tokens = 0
 
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """Eager, and compiled where that is allowed."""
+        return self._executions
+
+    def run_as(self, execution: str) -> None:
+        """The graph and its cache are kept until `release`."""
+        super().run_as(execution)
+        self._drop()
+        self.execution, self._runs_compiled = execution, execution.startswith("compiled")
+
+    def disagreement(
+        self, prompts: Sequence[Sequence[int]], *, execution: str, room_tokens: int, steps: int
+    ) -> str:
+        """Both ways get the plain way's tokens, so that one swap of equally good tokens doesn't change the rest."""
+        seen: dict[str, list[torch.Tensor]] = {}
+        for way in (self.executions[0], execution):
+            self.run_as(way)
+            seen[way] = []
+            for step in range(steps):
+                logits = (
+                    self._step_logits()
+                    if step
+                    else self._prompt_logits(prompts, new_tokens=room_tokens, chunk_tokens=None)
+                )
+                seen[way].append(logits.clone())
+                self._last = seen[self.executions[0]][step].argmax(dim=-1)
+        self._drop()
+        return _difference(seen[self.executions[0]], seen[execution])
+
+    def logits(self, tokens: Sequence[int]) -> numpy.ndarray:
+        """FP32 logits [tokens, vocabulary] of one forward pass without a cache."""
+        import torch
+
+        self.release()
+        with torch.no_grad():
+            output = self.model(torch.tensor([list(tokens)], device=self.model.device), use_cache=False)
+        found: numpy.ndarray = output.logits[0].float().cpu().numpy()
+        return found
+
     def serving(self, limits: Serving, *, share_prefixes: bool) -> PagedSession:
         """Continuous batching on the same weights; the static batch and its cache are dropped first."""
         self.release()
         return PagedSession(self.model, limits=limits, share_prefixes=share_prefixes, runtime=self._runtime)
+
+
+def _difference(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> str:
+    """The first step in which two ways' best tokens differ by more than rounding, in a sentence; "" if none does.
+
+    Logits are [batch, vocabulary] at each step, after the same tokens.
+    """
+    import torch
+
+    for step, (one, two) in enumerate(zip(plain, other, strict=True), start=1):
+        lost = (one.amax(dim=-1) - one.gather(-1, two.argmax(dim=-1, keepdim=True))[:, 0]).float()
+        rounding = ROUNDING_STEPS * torch.finfo(one.dtype).eps * float(one.abs().max())
+        worst = float(lost.max())
+        if not worst <= rounding:
+            return (
+                f"token {step} differs: its logit is {worst:.2g} below the best one's, rounding explains "
+                f"{rounding:.2g}"
+            )
+    return ""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.block_weights import MatrixKind
+from pipeline.progress import Tell, silent
 from pipeline.random_weights import is_random, load_random
 from pipeline.results import Problem
-from pipeline.tensorfile import BITS
+from pipeline.tensorfile import BITS, TensorInfo, tensors
 from pipeline.values import Value
 from pipeline.weights import SourceScan, sixteen_bit_type
 
@@ -85,10 +86,20 @@ class Quantizer(Value, ABC):
     """A way to store a model's weights; also knows how to load and to recognise what it wrote."""
 
     kind: str
-    minimum_coverage: ClassVar[float] = 0.95
-    """Share of block weights that must be quantized for the label to be earned."""
     quantizable: ClassVar[frozenset[MatrixKind]] = frozenset(("linear", "conv1d", "experts"))
     """Which matrices of a model it finds; the others stay as they are, and coverage then refuses the label."""
+    small_tensors_in_fp32: ClassVar[bool] = False
+    """Whether norms, biases and the like are FP32 in its files even where the label is a 16-bit type."""
+
+    @property
+    def minimum_coverage(self) -> float:
+        """Share of block weights that must be quantized for the label to be earned; 0 where it only sets the type."""
+        return 0.95
+
+    @property
+    def compilable(self) -> bool:
+        """Whether `torch.compile` makes one graph of a decode step over its weights; tried where it may pay."""
+        return False
 
     @property
     def integer_arithmetic(self) -> bool:
@@ -112,12 +123,26 @@ class Quantizer(Value, ABC):
     def check(self, *, device: str) -> tuple[Problem, ...]:
         """What is missing to quantize and load on `device`. Imports nothing heavy, takes milliseconds."""
 
-    @abstractmethod
-    def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:
-        """Write the quantized checkpoint (config, tokenizer, safetensors) into the empty folder `out`.
+    def model_problems(
+        self, config: Mapping[str, Any], *, weights: str, folder: Path | None = None
+    ) -> tuple[Problem, ...]:
+        """What keeps it from quantizing the model of a `config.json`; `weights` are "trained" or "random" ones.
 
-        Returns notes worth keeping. Raises StageError when a weight can't be represented (non-finite
-        values, overflow, unsupported shapes), naming the layer.
+        `folder` is where its tokenizer lies, as far as it is on this machine. Asked before a run like `check`.
+        """
+        del config, weights, folder
+        return ()
+
+    @abstractmethod
+    def quantize(
+        self, source_folder: Path, out: Path, *, device: str, progress: Tell = silent
+    ) -> tuple[str, ...]:
+        """Write the quantized checkpoint (config, tokenizer, safetensors) into the folder `out`.
+
+        `out` is empty, or holds what the same call left behind when it was stopped and a journal beside it
+        (see `tensor_stream`); only what streams ever finds one. `progress` is told what is going on, in a few
+        words and as often as wanted. Returns notes worth keeping. Raises StageError when a weight can't be
+        represented (non-finite values, overflow, unsupported shapes), naming the layer.
         """
 
     def load(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
@@ -179,6 +204,17 @@ class Quantizer(Value, ABC):
     @abstractmethod
     def other_bytes_per_weight(self) -> float:
         """Bytes of each weight that stays unquantized (embedding, norms, an unquantized head)."""
+
+    def input_files(self) -> tuple[Path, ...]:
+        """Files, beside the source, whose content decides what is written."""
+        return ()
+
+    def stored_tensors(self, folder: Path) -> dict[str, TensorInfo]:
+        """Every tensor of a folder written by `quantize`, by the model's own names as far as it has them.
+
+        Raises CheckpointError when files are damaged or missing.
+        """
+        return tensors(folder)
 
     @abstractmethod
     def stored_weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[StoredWeight, ...]:

@@ -22,6 +22,7 @@ from pydantic import model_validator
 from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
 from pipeline.errors import CheckpointError, StageError
+from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.results import Problem
 from pipeline.tensorfile import BITS, read_json
@@ -100,15 +101,19 @@ class Bitsandbytes(Quantizer):
             )
         return problems
 
-    def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:
+    def quantize(
+        self, source_folder: Path, out: Path, *, device: str, progress: Tell = silent
+    ) -> tuple[str, ...]:
         """Load through transformers, which quantizes layer by layer, and save; see the base class."""
         import torch
         from transformers import GenerationConfig
 
+        progress("looking for NaN, infinity and overflow")
         scan = scan_source(source_folder)
         if self.type == "int8":
             refuse_overflow(scan, label="bitsandbytes int8, which casts to FP16 first,")
         dtype = sixteen_bit_type(check_source(source_folder).dtype, scan)
+        progress("loading and quantizing layer by layer")
         model: Any = load_pretrained(
             source_folder,
             quantization_config=self._settings(),
@@ -117,6 +122,7 @@ class Bitsandbytes(Quantizer):
         )
         _check_finite(model)
         model.generation_config = GenerationConfig()  # the shipped one may not save; it is copied, repaired
+        progress("writing")
         with quiet_transformers(), saving_to(out):
             model.save_pretrained(out)
         (out / "generation_config.json").unlink(missing_ok=True)

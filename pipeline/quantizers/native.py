@@ -9,32 +9,33 @@ passes through. A cast that would turn a weight into infinity is refused with th
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, StageError
+from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
 from pipeline.results import Problem
-from pipeline.tensorfile import BITS, FLOATS, INDEX_NAME, TensorInfo, read_json, tensors
+from pipeline.tensor_stream import Converted, stream
+from pipeline.tensorfile import BITS, read_json
 from pipeline.weights import (
+    FLUSHED,
+    cast,
     copy_config,
     copy_side_files,
     keep_types,
     load_pretrained,
     missing_packages,
-    read_tensors,
     ready,
     refuse_overflow,
     saving_to,
     scan_source,
-    write_json,
 )
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
-
     import torch
 
 _TYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
@@ -53,6 +54,11 @@ class Native(Quantizer):
         """The type itself."""
         return self.dtype
 
+    @property
+    def compilable(self) -> bool:
+        """Plain matrix products."""
+        return True
+
     @classmethod
     def default_for(cls, precision: str, *, device: str) -> Native | None:  # noqa: ARG003  (any device)
         """Float precisions, on every device."""
@@ -62,18 +68,44 @@ class Native(Quantizer):
         """Packages only."""
         return missing_packages("torch", "transformers", "safetensors", "accelerate")
 
-    def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:  # noqa: ARG002
+    def quantize(
+        self,
+        source_folder: Path,
+        out: Path,
+        *,
+        device: str,  # noqa: ARG002  (a cast is bound by the disk)
+        progress: Tell = silent,
+    ) -> tuple[str, ...]:
         """Cast tensor by tensor; see the base class."""
-        scan = scan_source(source_folder)
-        if self.dtype == "fp16":
-            refuse_overflow(scan, label="fp16")
+        streamed = stream(
+            source_folder,
+            out,
+            convert=partial(self._cast, source_folder),
+            parts=1,
+            settings=self.manifest_block(),
+            progress=progress,
+        )
         with saving_to(out):
-            notes = list(copy_side_files(source_folder, out))
             copy_config(source_folder, out, dtype=_TYPES[self.dtype][1])
-            flushed = self._write_tensors(source_folder, out)
-        if flushed:
-            notes.append(f"{flushed:,} weights too small for {self.dtype} became zero")
-        return tuple(notes)
+            notes = copy_side_files(source_folder, out)
+        if flushed := streamed.counts.get(FLUSHED, 0):
+            notes += (f"{flushed:,} weights too small for {self.dtype} became zero",)
+        return notes + streamed.notes
+
+    def _cast(self, source_folder: Path, name: str, tensor: torch.Tensor) -> Converted:
+        """One tensor in the type, and how many of its weights became zero; integers stay."""
+        import torch
+
+        if not tensor.is_floating_point():
+            return Converted({name: tensor})
+        counts: Counter[str] = Counter()
+        try:
+            made = cast(name, tensor, getattr(torch, _TYPES[self.dtype][1]), counts=counts)
+        except StageError:
+            if self.dtype == "fp16":  # every such weight of the source is named then
+                refuse_overflow(scan_source(source_folder), label="fp16")
+            raise
+        return Converted({name: made}, counts=counts)
 
     def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """Weights upcast (or cast) to `compute_dtype`, which is what they are computed in."""
@@ -109,52 +141,3 @@ class Native(Quantizer):
     def stored_weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[StoredWeight, ...]:
         """Nothing is quantized; each tensor is a weight."""
         return tuple(StoredWeight.plain(name, dtype, shape) for name, (dtype, shape) in tensors.items())
-
-    def _write_tensors(self, source_folder: Path, out: Path) -> int:
-        """Files of the source's names with every float tensor cast; returns how many weights became zero."""
-        import torch
-
-        wanted = getattr(torch, _TYPES[self.dtype][1])
-        plan = {name: self._cast(info) for name, info in tensors(source_folder).items()}
-        flushed, current, file = 0, "", None
-        try:
-            for name, tensor in read_tensors(source_folder):
-                if plan[name].file != current:
-                    if file is not None:
-                        file.close()
-                    current = plan[name].file
-                    file = _start_file(out / current, plan)
-                cast = tensor.to(wanted) if tensor.is_floating_point() else tensor
-                flushed += int(tensor.count_nonzero() - cast.count_nonzero())
-                assert file is not None
-                file.write(cast.contiguous().view(-1).view(torch.uint8).numpy().data)
-        finally:
-            if file is not None:
-                file.close()
-        if (source_folder / INDEX_NAME).is_file():
-            index = read_json(source_folder / INDEX_NAME)
-            index["metadata"] = {"total_size": sum(info.size_bytes for info in plan.values())}
-            write_json(out / INDEX_NAME, index)
-        return flushed
-
-    def _cast(self, info: TensorInfo) -> TensorInfo:
-        if info.dtype not in FLOATS:
-            return info
-        dtype = _TYPES[self.dtype][0]
-        return info.model_copy(update={"dtype": dtype, "size_bytes": info.elements * BITS[dtype] // 8})
-
-
-def _start_file(path: Path, plan: Mapping[str, TensorInfo]) -> BinaryIO:
-    """Open a safetensors file and write its header; the tensors follow in the plan's order."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, info in plan.items():
-        if info.file == path.name:
-            end = position + info.size_bytes
-            header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [position, end]}
-            position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # readers map the tensors in place, which wants them aligned
-    file = path.open("wb")
-    file.write(len(text).to_bytes(8, "little") + text)
-    return file

@@ -11,30 +11,42 @@ checkpoint's coverage then shows.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
-from pipeline.errors import CheckpointError, StageError
+from pipeline.errors import CheckpointError
+from pipeline.meta_model import empty_model, parse_config
+from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
+from pipeline.quanto_weights import (
+    fill_model,
+    freeze,
+    read_weight,
+    replace_modules,
+    replaceable,
+    stored_parts,
+)
 from pipeline.random_weights import SEED_NAME
 from pipeline.results import Problem
+from pipeline.shard_writer import whole
+from pipeline.stored_names import match_names
+from pipeline.tensor_stream import Converted, stream
 from pipeline.tensorfile import read_json
 from pipeline.weights import (
+    cast,
     copy_config,
     copy_side_files,
+    keep_types,
     load_pretrained,
     missing_packages,
     quiet_transformers,
-    read_tensors,
     ready,
     saving_to,
     scan_source,
-    sixteen_bit_type,
+    unquantized_type,
     write_json,
 )
 
@@ -45,9 +57,11 @@ MAP_NAME = "quanto_qmap.json"
 """quanto's own file: which modules are quantized, and to what."""
 LARGEST_GROUP_WEIGHTS = 128
 GROUP_STEP_WEIGHTS = 32
-TINYGEMM_ROWS = 16
 _QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "fp8": "qfloat8_e4m3fn"}
 _SCALE_BYTES = 2
+_PARTS = 5
+"""Tensors of one weight at most: data, scale, shift and two scales of activations."""
+_RAISED = "raised"
 
 
 def effective_group_size(in_features: int) -> int | None:
@@ -74,6 +88,11 @@ class Quanto(Quantizer):
         """The weights' type."""
         return self.weights
 
+    @property
+    def compilable(self) -> bool:
+        """INT8 is one graph; compiling INT4 didn't end in minutes (torch 2.13, optimum-quanto 0.2.7)."""
+        return self.weights != "int4"
+
     @classmethod
     def default_for(cls, precision: str, *, device: str) -> Quanto | None:
         """INT8 where bitsandbytes has no kernels for it (weight-only, so FP32 arithmetic keeps it exact); FP8."""
@@ -93,20 +112,47 @@ class Quanto(Quantizer):
             )
         return problems
 
-    def quantize(self, source_folder: Path, out: Path, *, device: str) -> tuple[str, ...]:
-        """Load at 16 bits, replace one linear weight after the other, save frozen; see the base class."""
+    def quantize(
+        self, source_folder: Path, out: Path, *, device: str, progress: Tell = silent
+    ) -> tuple[str, ...]:
+        """Each linear weight alone, as long as the file's tensors are the model's; else the whole model in memory."""
+        dtype = unquantized_type(check_source(source_folder).dtype, source_folder)
+        model = _outlined(source_folder, dtype=dtype)
+        match = match_names(source_folder, model)
+        if match.because is None:
+            replace_modules(model, replaceable(model), _QUANTO_TYPES[self.weights])
+            streamed = stream(
+                source_folder,
+                out,
+                convert=_Conversion(model, device=device),
+                parts=_PARTS,
+                settings={**self.manifest_block(), "dtype": dtype},
+                progress=progress,
+                left_out=match.left_out,
+            )
+            notes = _raised(streamed.counts.get(_RAISED, 0)) + streamed.notes
+        else:
+            progress("loading the whole model")
+            model, notes = self._quantize_whole(source_folder, out, dtype=dtype, device=device)
+            notes += (f"quantized in memory as a whole, not tensor by tensor: {match.because}",)
+        with saving_to(out):
+            write_json(out / MAP_NAME, _quantization_map(model))
+            copy_config(source_folder, out, dtype=dtype)
+            return notes + copy_side_files(source_folder, out)
+
+    def _quantize_whole(
+        self, source_folder: Path, out: Path, *, dtype: str, device: str
+    ) -> tuple[Any, tuple[str, ...]]:
+        """Load at 16 bits, replace one linear weight after the other, save frozen; the model and notes."""
         import torch
         from huggingface_hub import save_torch_state_dict
 
-        scan = scan_source(source_folder)
-        dtype = sixteen_bit_type(check_source(source_folder).dtype, scan)
+        scan_source(source_folder)
         model: Any = load_pretrained(source_folder, dtype=getattr(torch, dtype), device_map={"": device})
         notes = _quantize_modules(model, _QUANTO_TYPES[self.weights])
         with saving_to(out):
             save_torch_state_dict(_state_to_save(model), out)
-        write_json(out / MAP_NAME, _quantization_map(model))
-        copy_config(source_folder, out, dtype=dtype)
-        return notes + copy_side_files(source_folder, out)
+        return model, notes
 
     def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """The stored integers with their scales in `compute_dtype` (exact for float32)."""
@@ -118,8 +164,8 @@ class Quanto(Quantizer):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with quiet_transformers(), init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, compute_dtype))
-        _replace_modules(model, wanted, _QUANTO_TYPES[self.weights])
-        _fill(model, folder, device=device, compute_dtype=compute_dtype)
+        replace_modules(model, wanted, _QUANTO_TYPES[self.weights])
+        fill_model(model, folder, device=device, compute_dtype=compute_dtype)
         return ready(model.to(device), folder=folder, device=device)
 
     def outline(self, model: Any, *, compute_dtype: str) -> None:
@@ -130,22 +176,20 @@ class Quanto(Quantizer):
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(wanted)
-        _replace_modules(model, _replaceable(model), _QUANTO_TYPES[self.weights])
+        replace_modules(model, replaceable(model), _QUANTO_TYPES[self.weights])
 
     def pack(self, plain: Any, into: Any, *, name: str) -> None:
         """Frozen, taken apart as for a file, and put together as from one, scales in the type of the arithmetic."""
         import torch
 
         wanted = into.input_scale.dtype
-        frozen, _ = _frozen(plain.weight.detach(), module=into, name=name)
-        parts: dict[str, Any] = {}
-        frozen.save_to_state_dict(parts, f"{name}.weight.", keep_vars=False)
+        parts, _ = stored_parts(plain.weight.detach(), module=into, name=name)
         state = {
             part: tensor.to(wanted) if part.endswith(("._scale", "._shift")) else tensor
             for part, tensor in parts.items()
         }
         into.weight = torch.nn.Parameter(
-            _read_weight(into, state, name=name, folder=Path(SEED_NAME)), requires_grad=False
+            read_weight(into, state, name=name, folder=Path(SEED_NAME)), requires_grad=False
         )
         for scale in ("input_scale", "output_scale"):
             setattr(into, scale, torch.ones((), dtype=wanted, device=plain.weight.device))
@@ -234,80 +278,58 @@ def _from_parts(
     )
 
 
+def _outlined(folder: Path, *, dtype: str) -> Any:
+    """The folder's model on the meta device, with the types that transformers' loader would give its tensors."""
+    name = str(folder / "config.json")
+    config = parse_config(read_json(folder / "config.json"), source=name).config
+    model = empty_model(config, source=name, dtype=dtype)
+    keep_types(model, dtype)
+    return model
+
+
+class _Conversion:
+    """From a source tensor to what quanto stores of it; `model` is on the meta device, its layers replaced."""
+
+    def __init__(self, model: Any, *, device: str) -> None:
+        from optimum.quanto.nn import QModuleMixin
+
+        self._device = device
+        self._types = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._modules = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, QModuleMixin)
+        }
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> Converted:
+        import torch
+
+        module = self._modules.get(name)
+        if module is None:
+            return Converted({name: cast(name, tensor, self._types[name])})
+        weight = whole(cast(name, tensor, module.weight.dtype)).to(self._device)
+        path = name.removesuffix(".weight")
+        made, raised = stored_parts(weight, module=module, name=path)
+        for scale in ("input_scale", "output_scale"):  # of activations, which stay floats
+            made[f"{path}.{scale}"] = torch.ones((), dtype=getattr(module, scale).dtype)
+        return Converted(made, counts={_RAISED: raised})
+
+
 def _quantize_modules(model: Any, quanto_type: str) -> tuple[str, ...]:
     """Replace the weights in place; a layer at a time, so that the peak is one layer above the model."""
     from optimum.quanto.nn import QModuleMixin
 
-    names = _replaceable(model)
-    _replace_modules(model, names, quanto_type)
-    tiny_rows = 0
+    names = replaceable(model)
+    replace_modules(model, names, quanto_type)
+    raised = 0
     for name, module in model.named_modules():
         if isinstance(module, QModuleMixin):
-            tiny_rows += _freeze(module, name=name)
-    return (f"{tiny_rows:,} scales below the smallest 16-bit number were raised to it",) * bool(tiny_rows)
+            raised += freeze(module, name=name)
+    return _raised(raised)
 
 
-def _replaceable(model: Any) -> tuple[str, ...]:
-    """The names of the linear layers, head excluded (quanto would quantize and so untie it)."""
-    import torch
-
-    head = model.get_output_embeddings()
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and module is not head
-    )
-
-
-def _replace_modules(model: Any, names: Mapping[str, Any] | tuple[str, ...], quanto_type: str) -> None:
-    from optimum.quanto import qtypes
-    from optimum.quanto.nn import QLinear
-
-    _use_plain_unpack()
-    for name in names:
-        module = QLinear.from_module(model.get_submodule(name), weights=qtypes[quanto_type])
-        model.set_submodule(name, module)
-
-
-def _freeze(module: Any, *, name: str) -> int:
-    """Put the quantized weight in; returns how many scales had to be raised. Raises StageError."""
-    import torch
-
-    quantized, raised = _frozen(module.weight.detach(), module=module, name=name)
-    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
-    return raised
-
-
-def _frozen(weight: torch.Tensor, *, module: Any, name: str) -> tuple[Any, int]:
-    """`weight` quantized as `module` says, and how many scales had to be raised. Raises StageError.
-
-    A scale that rounds to 0 divides by zero, and FP8 keeps the NaN. It becomes the smallest number of its
-    type: zeros stay zero, and a row so small that its scale underflowed consists of multiples of it.
-    """
-    import torch
-    from optimum.quanto.tensor import quantize_weight
-
-    qtype = module.weight_qtype
-    if qtype.bits == 8:
-        scale, shift = module.optimizer(weight, qtype=qtype, axis=0), None
-    else:
-        scale, shift = module.optimizer(weight, qtype=qtype, axis=0, group_size=module.weight_group_size)
-    tiny = torch.finfo(scale.dtype).smallest_normal * torch.finfo(scale.dtype).eps
-    flat = scale == 0
-    safe = torch.where(flat, tiny, scale).to(scale.dtype)
-    quantized = quantize_weight(
-        weight,
-        qtype=qtype,
-        axis=0,
-        scale=safe,
-        shift=shift,
-        group_size=module.weight_group_size,
-        optimized=False,
-    )
-    if not bool(quantized.dequantize().isfinite().all()):
-        raise StageError(f"{name}.weight: holds NaN or infinity once quantized to {qtype.name}")
-    spread = weight.reshape(scale.numel(), -1).abs().amax(dim=1).reshape(scale.shape)
-    return quantized, int((flat & (spread > 0)).sum())
+def _raised(scales: int) -> tuple[str, ...]:
+    return (f"{scales:,} scales below the smallest 16-bit number were raised to it",) * bool(scales)
 
 
 def _state_to_save(model: Any) -> dict[str, Any]:
@@ -326,83 +348,3 @@ def _quantization_map(model: Any) -> dict[str, Any]:
     from optimum.quanto import quantization_map
 
     return dict(quantization_map(model))
-
-
-def _fill(model: Any, folder: Path, *, device: str, compute_dtype: str) -> None:
-    """Give the empty model its tensors. Raises CheckpointError when one is missing or unknown."""
-    import torch
-    from optimum.quanto.nn import QModuleMixin
-
-    wanted = getattr(torch, compute_dtype)
-    floats = (torch.float16, torch.bfloat16, torch.float32)
-    state = {
-        name: tensor.to(device=device, dtype=wanted if tensor.dtype in floats else tensor.dtype)
-        for name, tensor in read_tensors(folder)
-    }
-    for name, module in model.named_modules():
-        if isinstance(module, QModuleMixin):
-            module.weight = torch.nn.Parameter(
-                _read_weight(module, state, name=name, folder=folder), requires_grad=False
-            )
-    result = model.load_state_dict(state, strict=False, assign=True)
-    if result.unexpected_keys:
-        raise CheckpointError(f"{folder}: the model has no place for {result.unexpected_keys[0]}")
-    model.tie_weights()
-    empty = [name for name, tensor in model.named_parameters() if tensor.device.type == "meta"]
-    if empty:
-        raise CheckpointError(
-            f"{folder}: {len(empty)} tensors of the model are in no file, such as {empty[0]}"
-        )
-
-
-def _read_weight(module: Any, state: dict[str, Any], *, name: str, folder: Path) -> Any:
-    """Take a module's quantized weight out of `state`, in the form its device computes with."""
-    from optimum.quanto.tensor import WeightQBitsTensor, WeightQBytesTensor
-
-    missing: list[str] = []
-    shape = {"size": module.weight.size(), "stride": module.weight.stride(), "missing_keys": missing}
-    qtype, prefix = module.weight_qtype, f"{name}.weight."
-    if qtype.bits == 8:
-        weight = WeightQBytesTensor.load_from_state_dict(
-            state, prefix, qtype=qtype, axis=0, activation_qtype=None, **shape
-        )
-    else:
-        weight = WeightQBitsTensor.load_from_state_dict(
-            state, prefix, qtype=qtype, axis=0, group_size=module.weight_group_size, **shape
-        )
-    if missing:
-        raise CheckpointError(f"{folder}: {missing[0]} is in no file")
-    return weight.optimize() if _has_kernel(weight) else weight
-
-
-def _has_kernel(weight: Any) -> bool:
-    """Whether quanto's packed kernels work: CUDA's are compiled first, the CPU's need 16 rows."""
-    if weight.device.type == "cuda":
-        return _can_compile_cuda()
-    return bool(weight.shape[0] % TINYGEMM_ROWS == 0)
-
-
-def _can_compile_cuda() -> bool:
-    return shutil.which("nvcc") is not None and shutil.which("ninja") is not None
-
-
-def _use_plain_unpack() -> None:
-    """Unpack INT4 with two torch operations instead of quanto's extension, which does just that.
-
-    Quanto compiles that extension on first use, into its own package folder: close to a minute, a C++
-    compiler, and a lock file that a killed process leaves for the next one to wait on.
-    """
-    from optimum.quanto.library.extensions import extension
-
-    for name in ("quanto_cpp",) if _can_compile_cuda() else ("quanto_cpp", "quanto_cuda"):
-        found: Any = extension._extensions.get(name)
-        if found is not None and found._lib is None:
-            found._lib = SimpleNamespace(unpack=_unpack)
-
-
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The low halves of all bytes, then the high ones, along the first dimension."""
-    import torch
-
-    assert bits == 4, bits
-    return torch.cat((packed & 0x0F, packed >> 4))

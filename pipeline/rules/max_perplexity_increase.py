@@ -22,7 +22,7 @@ from pipeline.statistics import (
     paired_bootstrap,
 )
 
-QUANTIZED = frozenset({"int8", "int4", "fp8", "fp4"})
+QUANTIZED = frozenset({"int8", "int6", "int5", "int4", "fp8", "fp4"})
 LARGEST_NATS = 1e40
 """Of a document; arithmetic in FP32, which ends at 3.4e38, gives no more."""
 
