@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.errors import Interrupted, PipelineError, PrerequisiteError, StageError
+from pipeline.packages import quiet_torchao
 
 EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or usage · 3 prerequisite missing ·
 4 a stage failed · 5 inconclusive · 130 interrupted"""
@@ -23,6 +24,7 @@ EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or us
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code. A user's mistake is printed without a traceback."""
     _open_closed_streams()
+    quiet_torchao()
     try:
         options = _parse(arguments)
         command: Callable[[argparse.Namespace], int] = options.command

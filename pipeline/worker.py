@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipeline.errors import PipelineError
+from pipeline.packages import quiet_torchao
 from pipeline.store import write_atomically
 from pipeline.values import Value
 
@@ -120,9 +120,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.simplefilter("once")
-    # transformers imports torchao wherever that is installed, which then tells of every kernel it has no library for.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_torchao()
 
 
 def _throttled(emit: Callable[[str], None], *, interval_s: float = 0.5) -> Callable[[str], None]:

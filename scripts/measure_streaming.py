@@ -32,6 +32,7 @@ from pipeline.hardware import detect
 from pipeline.measured import Distribution
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.dynamic_int8 import DynamicInt8
+from pipeline.quantizers.gguf import Gguf
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
 from pipeline.quantizers.torchao import Torchao
@@ -40,7 +41,9 @@ from pipeline.store import JOURNAL_NAME
 from pipeline.tensorfile import tensors
 from pipeline.text_table import markdown_table
 from pipeline.values import Value
+from pipeline.weights import copy_side_files
 from scripts.compared_times import say
+from scripts.fetch_demo_model import MODEL_FOLDER
 from scripts.random_checkpoint import write_random_llama
 
 QUANTIZERS: dict[str, Quantizer] = {
@@ -51,7 +54,10 @@ QUANTIZERS: dict[str, Quantizer] = {
     "fp8-quanto": Quanto(weights="fp8"),
     "int8-torchao": Torchao(weights="int8"),
     "int8-dynamic": DynamicInt8(),
+    "q8_0-gguf": Gguf(type="q8_0"),
+    "q4_0-gguf": Gguf(type="q4_0"),
 }
+"""GGUF is one file, which a killed run begins anew; its converter wants a tokenizer, the demo model's here."""
 SAMPLE_S = 0.01
 CHUNK_BYTES = 8_388_608
 FREE_BYTES = 1_000_000_000
@@ -91,7 +97,7 @@ class Streaming(Value):
     seconds: Distribution
     plain_seconds: Distribution
     ratio: Distribution
-    resumed: Resumed
+    resumed: Resumed | None
 
     @property
     def peak_bytes(self) -> int:
@@ -106,7 +112,8 @@ class Streaming(Value):
     @property
     def holds(self) -> bool:
         """Whether memory stays within the limit and a killed run makes the same files."""
-        return self.peak_bytes <= self.limit_bytes and self.resumed.same_files
+        same_files = self.resumed is None or self.resumed.same_files
+        return self.peak_bytes <= self.limit_bytes and same_files
 
 
 class Measured(Value):
@@ -125,6 +132,8 @@ def measure(work: Path, *, gigabytes: float, names: Sequence[str], device: str, 
     source = work / "source"
     say(f"making a checkpoint of {gigabytes:g} GB")
     config = write_random_llama(source, size_bytes=int(gigabytes * 1e9))
+    if any(QUANTIZERS[name].kind == "gguf" for name in names):
+        copy_side_files(MODEL_FOLDER, source)
     rows = [_streaming(name, source, work, device=device, repeats=repeats) for name in names]
     return Measured(
         device=detect().name if device == detect().kind else device,
@@ -145,15 +154,17 @@ def _streaming(name: str, source: Path, work: Path, *, device: str, repeats: int
         say(f"{name}: run {repeat + 1} of {repeats}")
         with _folder(work) as out:
             runs.append(_quantize(name, source, out, device=device))
-            sizes = [info.size_bytes for info in tensors(out).values()]
+            sizes = [info.size_bytes for info in QUANTIZERS[name].stored_tensors(out).values()]
             written_bytes, largest_bytes = sum(sizes), max(sizes)
             unbroken = unbroken or hash_files(out)
         say(f"{name}: plain reading and writing of the same bytes")
         with _folder(work) as out:
             plain.append(_read_and_write(source, out, written_bytes=written_bytes))
-    say(f"{name}: killed half way and gone on with")
-    with _folder(work) as out:
-        resumed = _resumed(name, source, out, device=device, unbroken=unbroken)
+    resumed = None
+    if QUANTIZERS[name].kind != "gguf":
+        say(f"{name}: killed half way and gone on with")
+        with _folder(work) as out:
+            resumed = _resumed(name, source, out, device=device, unbroken=unbroken)
     return Streaming(
         quantizer=name,
         read_bytes=sum(read.values()),
@@ -317,12 +328,17 @@ def _rows(rows: Sequence[Streaming]) -> list[tuple[str, ...]]:
             f"{row.read_bytes / 1e9 / row.plain_seconds.median:.3f}",
             f"{row.ratio.median:.2f}",
             str(len(row.runs)),
-            f"{row.resumed.files_kept} of {row.resumed.files}, "
-            + ("the same bytes" if row.resumed.same_files else "OTHER BYTES"),
-            f"{row.resumed.seconds:.1f}",
+            *_resumed_cells(row.resumed),
         )
         for row in rows
     ]
+
+
+def _resumed_cells(resumed: Resumed | None) -> tuple[str, str]:
+    if resumed is None:
+        return "begins anew", "–"
+    made = "the same bytes" if resumed.same_files else "OTHER BYTES"
+    return f"{resumed.files_kept} of {resumed.files}, {made}", f"{resumed.seconds:.1f}"
 
 
 def main() -> int:
