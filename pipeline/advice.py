@@ -87,6 +87,11 @@ class EveryWeight:
         """The same outside the blocks."""
         return self.bytes_each
 
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        """Embedding and head are as the rest."""
+        del columns, is_head
+        return None
+
     def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
         """Nothing but weights."""
         return StoredBytes(packed=self.bytes_each * out_features * in_features)

@@ -1,23 +1,27 @@
-"""Which quantizer and engine a precision means on this very device: the fastest pair that runs the model here.
+"""Which quantizer and engine the precisions of a recipe's short form mean on this very device.
 
-Pairs come in an order that was measured: by `doctor --engines` on this machine, else by this project on a CPU with
-AVX2 (docs/results/). A pair that lacks a package, can't use the device or can't store the model's architecture is
-passed over, so that a recipe's short form works everywhere and is fast where it can be.
+One engine runs all of them, so that their speeds can be compared, and with it each precision has the fastest
+quantizer that can store the model. The order was measured: by `doctor --engines` on this machine, else by this project
+on a CPU with AVX2 (docs/results/). What lacks a package, can't use the device or can't store the architecture is passed
+over, so that the short form works everywhere and is fast where it can be.
 
-    best = best_ways(device, config=config, weights="trained", ranking=None)
-    recipe.expand(device="cpu", best=best)
+    wanted = Wanted(precisions=("fp16", "int8"), config=config, weights="trained")
+    recipe.expand(device="cpu", best=best_ways(device, wanted, ranking=None))
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.engines.base import Engine
 from pipeline.engines.llama_cpp import LlamaCpp
 from pipeline.engines.transformers import Transformers
-from pipeline.hardware import Device
+from pipeline.hardware import Device, fingerprint
+from pipeline.packages import installed_versions
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
 from pipeline.quantizers.dynamic_int8 import DynamicInt8
@@ -26,10 +30,13 @@ from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
 from pipeline.quantizers.torchao import Torchao
 from pipeline.recipe_sections import WayToRun
-from pipeline.values import Value
+from pipeline.values import Value, digest
 
 ENGINE_RANKING = "engine-ranking"
 """Where the store keeps what `doctor --engines` measured, by machine."""
+
+
+RANKED_PACKAGES = ("torch", "transformers", "bitsandbytes", "optimum-quanto", "torchao", "xllamacpp")
 
 
 class Pair(NamedTuple):
@@ -63,9 +70,12 @@ class EngineRanking(Value):
 
 _TORCH, _LLAMA = Transformers(), LlamaCpp()
 _NF4 = Bitsandbytes(type="nf4", double_quant=True)
+READ_BACK = ("llama", "qwen2", "gemma3_text", "gpt2", "qwen3_moe", "qwen3_5_text")
+"""Model types whose GGUF files were seen to come back through transformers, as measuring their quality needs."""
 PAIRS: dict[str, dict[str, tuple[Pair, ...]]] = {
     "cpu": {
         "fp16": (Pair(Gguf(type="f16"), _LLAMA), Pair(Native(dtype="fp16"), _TORCH)),
+        "bf16": (Pair(Gguf(type="bf16"), _LLAMA), Pair(Native(dtype="bf16"), _TORCH)),
         "int8": (
             Pair(Gguf(type="q8_0"), _LLAMA),
             Pair(DynamicInt8(), _TORCH),
@@ -95,61 +105,121 @@ PAIRS: dict[str, dict[str, tuple[Pair, ...]]] = {
 anything was measured, and only `doctor --engines` changes it."""
 
 
-def best_ways(
-    device: Device,
-    *,
-    config: Mapping[str, Any],
-    weights: str,
-    folder: Path | None = None,
-    engine: str | None = None,
-    ranking: EngineRanking | None,
-) -> dict[str, WayToRun]:
-    """By precision the fastest pair that runs the model of `config` (a config.json) with `weights` on `device`.
+def ranking_key(device: Device) -> str:
+    """Of this machine with these versions of what runs models: a new one may be faster."""
+    return digest([fingerprint(device), installed_versions(RANKED_PACKAGES)])
 
-    `weights` are "trained" or "random" ones, `folder` is where they lie, where that is known. With `engine`, a kind,
-    only its pairs are looked at. Precisions without any pair that runs are left out.
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe asks of the pairs: its precisions, its model and what is measured.
+
+    `config` is the model's config.json, `weights` are "trained" or "random" ones, `folder` is where they lie, where
+    that is known. `engine` is the kind that the recipe names, if it names one; `serving` says whether the engine must
+    batch continuously over a paged cache.
     """
-    found = {}
-    for precision, pairs in PAIRS.get(device.kind, {}).items():
-        passed_over: list[str] = []
-        asked = tuple(pair for pair in pairs if engine in (None, pair.engine.kind))
-        for pair in _in_order(asked, ranking.pairs.get(precision, ()) if ranking else ()):
-            reason = next(_problems(pair, device=device, config=config, weights=weights, folder=folder), None)
+
+    precisions: tuple[str, ...]
+    config: Mapping[str, Any]
+    weights: str
+    folder: Path | None = None
+    engine: str | None = None
+    serving: bool = False
+
+
+def best_ways(device: Device, wanted: Wanted, *, ranking: EngineRanking | None) -> dict[str, WayToRun]:
+    """The fastest pair for each precision, all on the fastest engine that has one for every precision.
+
+    A precision without a pair here is left out: it means what it means on any device, on transformers.
+    """
+    known = PAIRS.get(device.kind, {})
+    usable: dict[str, list[Pair]] = {}
+    passed_over: dict[str, list[str]] = {}
+    for precision in wanted.precisions:
+        for pair in _in_order(known.get(precision, ()), _ranked(ranking, precision)):
+            reason = next(_problems(pair, device=device, wanted=wanted), None)
             if reason is None:
-                because = _because(pair, precision, device=device, ranking=ranking)
-                found[precision] = WayToRun(
-                    quantizer=pair.quantizer,
-                    engine=pair.engine,
-                    because=f"{pair.name}: {'; '.join([because, *passed_over])}",
-                )
-                break
-            passed_over.append(f"{pair.name} passed over ({reason})")
+                usable.setdefault(precision, []).append(pair)
+            else:
+                passed_over.setdefault(precision, []).append(f"{pair.name} passed over ({reason})")
+    engine = _engine_of_all(usable, wanted=wanted, ranking=ranking)
+    found = {}
+    for precision, pairs in usable.items():
+        on_engine = [pair for pair in pairs if pair.engine.kind == engine]
+        if not on_engine:
+            continue
+        pair = on_engine[0]
+        reasons = [_because(pair, precision, device=device, ranking=ranking), *passed_over.get(precision, ())]
+        found[precision] = WayToRun(
+            quantizer=pair.quantizer, engine=pair.engine, because=f"{pair.name}: {'; '.join(reasons)}"
+        )
     return found
 
 
+def _engine_of_all(usable: Mapping[str, list[Pair]], *, wanted: Wanted, ranking: EngineRanking | None) -> str:
+    """The kind that runs every precision, the fastest by the ranking, else by the order of the pairs."""
+    if wanted.engine is not None:
+        return wanted.engine
+    kinds = list(dict.fromkeys(pair.engine.kind for pairs in usable.values() for pair in pairs))
+    whole = [
+        kind
+        for kind in kinds
+        if all(
+            any(pair.engine.kind == kind for pair in usable.get(precision, ()))
+            for precision in wanted.precisions
+        )
+    ]
+    return max(whole, key=lambda kind: _mean_rate(kind, usable, ranking), default=_TORCH.kind)
+
+
+def _mean_rate(kind: str, usable: Mapping[str, list[Pair]], ranking: EngineRanking | None) -> float:
+    """Geometric mean of the best measured rates of an engine; 0 where a precision wasn't measured on it."""
+    best = []
+    for precision, pairs in usable.items():
+        rates = _rates(_ranked(ranking, precision))
+        best.append(
+            max((rates.get(pair.name, 0.0) for pair in pairs if pair.engine.kind == kind), default=0.0)
+        )
+    return math.prod(best) ** (1 / len(best)) if best else 0.0
+
+
+def _ranked(ranking: EngineRanking | None, precision: str) -> tuple[RankedPair, ...]:
+    return ranking.pairs.get(precision, ()) if ranking else ()
+
+
+def _rates(ranked: tuple[RankedPair, ...]) -> dict[str, float]:
+    return {one.name: one.decode_tokens_per_s for one in ranked if one.decode_tokens_per_s}
+
+
 def _in_order(pairs: tuple[Pair, ...], ranked: tuple[RankedPair, ...]) -> list[Pair]:
-    """Measured ones first, the fastest of them first; the others keep their order."""
-    rates = {one.name: one.decode_tokens_per_s or 0.0 for one in ranked}
-    return sorted(pairs, key=lambda pair: -rates.get(pair.name, 0.0))
+    """Measured ones first, the fastest of them first; then those not measured, in their order; failed ones last."""
+    rates = _rates(ranked)
+    failed = {one.name for one in ranked if not one.decode_tokens_per_s}
+    return sorted(pairs, key=lambda pair: (pair.name in failed, -rates.get(pair.name, 0.0)))
 
 
-def _problems(
-    pair: Pair, *, device: Device, config: Mapping[str, Any], weights: str, folder: Path | None
-) -> Iterator[str]:
+def _problems(pair: Pair, *, device: Device, wanted: Wanted) -> Iterator[str]:
+    if wanted.serving and not pair.engine.serves:
+        yield f"{pair.engine.kind} has no continuous batching, which the recipe measures"
+    if pair.quantizer.kind == "gguf" and wanted.config.get("model_type") not in READ_BACK:
+        yield f"the model type {wanted.config.get('model_type')!r} was never seen to come back from a GGUF file"
     for problem in pair.quantizer.check(device=device.kind):
         yield problem.what
-    for problem in pair.quantizer.model_problems(config, weights=weights, folder=folder):
+    for problem in pair.quantizer.model_problems(wanted.config, weights=wanted.weights, folder=wanted.folder):
         yield problem.what
-    for problem in pair.engine.check(device=device.kind):
+    for problem in (*pair.engine.check(device=device.kind), *pair.engine.needs(pair.quantizer)):
         yield problem.what
 
 
 def _because(pair: Pair, precision: str, *, device: Device, ranking: EngineRanking | None) -> str:
-    ranked = ranking.pairs.get(precision, ()) if ranking else ()
-    rate = {one.name: one.decode_tokens_per_s for one in ranked}.get(pair.name)
-    if ranking is not None and rate:
-        others = f"the fastest of {len(ranked)} on this machine"
-        return f"{others} ({rate:.3g} tok/s with {ranking.model}, {ranking.measured_at})"
-    if device.kind == "cpu":
+    rates = _rates(_ranked(ranking, precision))
+    if ranking is not None and pair.name in rates:
+        place = 1 + sum(rate > rates[pair.name] for rate in rates.values())
+        said = "the fastest" if place == 1 else f"number {place}"
+        return (
+            f"{said} of {len(rates)} measured on this machine ({rates[pair.name]:.3g} tok/s with {ranking.model}, "
+            f"{ranking.measured_at})"
+        )
+    if device.kind == "cpu" and pair == PAIRS["cpu"][precision][0]:
         return "the fastest on a CPU with AVX2 (docs/results/)"
     return "not measured on this machine; `python -m pipeline doctor --engines FOLDER` does"

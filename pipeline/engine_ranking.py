@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from pipeline.best_paths import ENGINE_RANKING, PAIRS, EngineRanking, Pair, RankedPair
+from pipeline.best_paths import ENGINE_RANKING, PAIRS, EngineRanking, Pair, RankedPair, ranking_key
 from pipeline.checkpoint import check_source
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.footprint import cached_shape_facts, kv_bytes
-from pipeline.hardware import Device, fingerprint
+from pipeline.hardware import Device
 from pipeline.processes import run_stage
+from pipeline.progress import silent
 from pipeline.recipe_sections import SpeedSpec, Workload
 from pipeline.results import CheckpointManifest, SourceRecord
 from pipeline.speed_results import SpeedStageResult
@@ -32,79 +34,93 @@ SPEED = SpeedSpec(batch_sizes=(1,), warmup=1, repeats=5)
 
 
 def measure_ranking(source: Path, *, device: Device, store: Store, progress: Progress) -> EngineRanking:
-    """Rank the pairs on the 16-bit model in `source`, and keep the ranking in `store`.
+    """Rank the pairs on the 16-bit model in `source`, and keep the ranking in `store`, which is prepared and held.
 
     Takes disk for every pair's checkpoint while it runs. Raises PrerequisiteError or CheckpointError for a source
     that can't be used, StageError when nothing could be timed.
     """
     check_source(source)
     config = read_json(source / "config.json")
-    pairs = [
-        pair
-        for pair in _pairs(device)
-        if not pair.quantizer.check(device=device.kind)
-        and not pair.quantizer.model_problems(config, weights="trained", folder=source)
-        and not pair.engine.check(device=device.kind)
-    ]
+    pairs = _usable_pairs(device, config=config, source=source)
     log = store.root / "doctor.log"
-    with tempfile.TemporaryDirectory(prefix="engine-ranking-", dir=store.root) as folder:
-        made: dict[str, RunnableCheckpoint] = {}
-        manifests: dict[str, CheckpointManifest] = {}
-        for number, pair in enumerate(pairs):
-            progress(f"{pair.name}: quantizing")
-            out = Path(folder) / str(number)
-            out.mkdir()
-            try:
-                manifests[pair.name] = _quantized(
-                    pair, source, out=out, device=device, log=log, progress=progress
-                )
-            except StageError as error:
-                progress(f"{pair.name}: not ranked: {error}")
-                continue
-            made[pair.name] = RunnableCheckpoint(
-                folder=str(out), quantizer=pair.quantizer, engine=pair.engine, device=device.kind
-            )
-        if not made:
+    # Named like an unfinished checkpoint, so that the next run removes what a killed one left.
+    checkpoints = store.root / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-engines-", dir=checkpoints) as folder:
+        stored = _stored(pairs, source, Path(folder), device=device, log=log, progress=progress)
+        if not stored:
             raise StageError(f"{source}: no pair of quantizer and engine could store it; see {log}")
         facts = cached_shape_facts(config, cache_folder=store.root / "shapes")
         tokens = WORKLOAD.prompt_tokens + WORKLOAD.new_tokens
         timed = measure_speed(
-            made,
-            manifests=manifests,
+            {name: one.runnable for name, one in stored.items()},
+            manifests={name: one.manifest for name, one in stored.items()},
             facts=facts,
-            baseline=next(iter(made)),
+            baseline=next(iter(stored)),
             spec=SPEED,
             workload=WORKLOAD,
-            cache_bytes=len(made) * (kv_bytes(facts, tokens, element_bytes=4) or 0),
+            cache_bytes=len(stored) * (kv_bytes(facts, tokens, element_bytes=4) or 0),
             device=device,
             log=log,
             progress=progress,
         )
     ranking = EngineRanking(
         measured_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        model=source.name,
+        model=source.resolve().name,
         pairs=_ranked(pairs, timed, device=device),
     )
-    store.put(ENGINE_RANKING, fingerprint(device), ranking)
+    store.put(ENGINE_RANKING, ranking_key(device), ranking)
     return ranking
 
 
-def _pairs(device: Device) -> Iterator[Pair]:
-    """Every pair once, those that nothing competes with left out."""
+class _Stored(NamedTuple):
+    """A pair's checkpoint."""
+
+    runnable: RunnableCheckpoint
+    manifest: CheckpointManifest
+
+
+def _usable_pairs(device: Device, *, config: Mapping[str, Any], source: Path) -> list[Pair]:
+    """Every pair of the device once that lacks nothing and can store the model.
+
+    Raises PrerequisiteError for a device without pairs.
+    """
     known = PAIRS.get(device.kind)
     if not known:
         raise PrerequisiteError(f"no pairs of quantizer and engine are known for {device.kind}")
-    seen = set()
-    for pairs in known.values():
-        for pair in pairs:
-            if pair.name not in seen:
-                seen.add(pair.name)
-                yield pair
+    every = {pair.name: pair for pairs in known.values() for pair in pairs}
+    return [
+        pair
+        for pair in every.values()
+        if not pair.quantizer.check(device=device.kind)
+        and not pair.quantizer.model_problems(config, weights="trained", folder=source)
+        and not pair.engine.check(device=device.kind)
+        and not pair.engine.needs(pair.quantizer)
+    ]
 
 
-def _quantized(
-    pair: Pair, source: Path, *, out: Path, device: Device, log: Path, progress: Progress
-) -> CheckpointManifest:
+def _stored(
+    pairs: list[Pair], source: Path, folder: Path, *, device: Device, log: Path, progress: Progress
+) -> dict[str, _Stored]:
+    """The pairs that could store the model, by name."""
+    found = {}
+    for number, pair in enumerate(pairs):
+        progress(f"{pair.name}: quantizing")
+        out = folder / str(number)
+        out.mkdir()
+        try:
+            manifest = _quantized(pair, source, out=out, device=device, log=log)
+        except StageError as error:
+            progress(f"{pair.name}: not ranked: {error}")
+            continue
+        runnable = RunnableCheckpoint(
+            folder=str(out), quantizer=pair.quantizer, engine=pair.engine, device=device.kind
+        )
+        found[pair.name] = _Stored(runnable, manifest)
+    return found
+
+
+def _quantized(pair: Pair, source: Path, *, out: Path, device: Device, log: Path) -> CheckpointManifest:
     request = QuantizeRequest(
         source_folder=str(source),
         source=SourceRecord(model=source.name, revision=None, files=()),
@@ -112,7 +128,7 @@ def _quantized(
         device=device.kind,
         out=str(out),
     )
-    return run_stage("quantize", request, CheckpointManifest, log=log, progress=progress)
+    return run_stage("quantize", request, CheckpointManifest, log=log, progress=silent)
 
 
 def _ranked(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pipeline.best_paths import ENGINE_RANKING, EngineRanking, RankedPair
+from pipeline.best_paths import ENGINE_RANKING, EngineRanking, RankedPair, ranking_key
 from pipeline.data_sheet import DATA_SHEET
 from pipeline.engine_ranking import measure_ranking
 from pipeline.hardware import Device, detect, fingerprint
@@ -61,7 +61,7 @@ def _engines(
 ) -> EngineRanking | None:
     """Measured now on the model in `source`, else what was measured before."""
     if source is None:
-        return store.get(ENGINE_RANKING, fingerprint(device), EngineRanking)
+        return store.get(ENGINE_RANKING, ranking_key(device), EngineRanking)
     with store.lock():
         return measure_ranking(source, device=device, store=store, progress=progress)
 

@@ -30,8 +30,8 @@ _OTHER_PROMPTS = 2**41
 """Added to a seed: prompts that no timed run gets."""
 
 
-class UnfinishedError(Exception):
-    """The limit came first."""
+class UnfinishedError(BaseException):
+    """The limit came first. No Exception, because compilers catch those and raise something of their own instead."""
 
 
 class _Trial(NamedTuple):
@@ -64,7 +64,7 @@ def choose_execution(
         return None
     try:
         choice = _compared(session, prompts, plain=plain, other=other, clock=clock, limit_s=limit_s)
-    except Exception as error:  # noqa: BLE001  (compilers raise anything; the reason is reported)
+    except (Exception, UnfinishedError) as error:  # noqa: BLE001  (compilers raise anything; it is reported)
         unfinished = isinstance(error, UnfinishedError)
         text = (str(error).strip().splitlines() or ["no message"])[0][:300]
         choice = ExecutionChoice(
@@ -153,18 +153,32 @@ class _Prompts:
 
 @contextlib.contextmanager
 def _at_most(limit_s: float) -> Iterator[None]:
-    """Raise UnfinishedError in the block once the system's timer runs out; where there is none, wait for ever."""
+    """Raise UnfinishedError in the block once the system's timer runs out; where there is none, wait for ever.
+
+    Whatever the block makes of that error, it is UnfinishedError that leaves it.
+    """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    late = UnfinishedError(f"was not ready after {limit_s:.0f} s")
+    has_run_out = False
+
     def give_up(_signal: int, _frame: Any) -> None:
-        raise UnfinishedError(f"was not ready after {limit_s:.0f} s")
+        nonlocal has_run_out
+        has_run_out = True
+        raise late
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
+    except Exception as error:
+        if has_run_out:
+            raise late from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if has_run_out:
+        raise late

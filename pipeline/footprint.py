@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import ValidationError
 
@@ -31,7 +31,6 @@ __all__ = [
     "ExpertReads",
     "FindsWeights",
     "ShapeFacts",
-    "StoresTables",
     "StoresWeights",
     "WeightBytes",
     "WeightParts",
@@ -141,16 +140,8 @@ class StoresWeights(Protocol):
     def other_bytes_per_weight(self) -> float:
         """Bytes of each weight that stays unquantized."""
 
-
-@runtime_checkable
-class StoresTables(Protocol):
-    """What is asked, besides, of a quantizer that quantizes the embedding's table and the head."""
-
-    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float:
-        """Bytes of each weight of a table with rows of `columns`, in a file and in memory.
-
-        `is_head` holds for the head, and for the embedding where that is the head too.
-        """
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        """Bytes of each weight of the embedding or the head where they are quantized too, else None."""
 
 
 class FindsWeights(Protocol):
@@ -271,11 +262,11 @@ class _Outside(NamedTuple):
 
 def _outside(facts: ShapeFacts, quantizer: StoresWeights, each: float) -> _Outside:
     """Embedding, head and the rest, the rest at `each` bytes a weight, and the tables too but where they differ."""
-    embedding_each = head_each = each
-    if isinstance(quantizer, StoresTables):
-        columns = facts.embedding_weights // facts.vocabulary_tokens
-        embedding_each = quantizer.table_bytes_per_weight(columns, is_head=facts.tied)
-        head_each = quantizer.table_bytes_per_weight(columns, is_head=True)
+    columns = facts.embedding_weights // facts.vocabulary_tokens
+    embedding_each, head_each = (
+        each if (own := quantizer.table_bytes_per_weight(columns, is_head=is_head)) is None else own
+        for is_head in (facts.tied, True)
+    )
     embedding, head = facts.embedding_weights * embedding_each, facts.head_weights * head_each
     return _Outside(
         total=embedding + head + facts.other_weights * each,

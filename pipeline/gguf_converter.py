@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def tokenizer_problem(folder: Path) -> Problem | None:
     """Whether the converter recognises a byte-level tokenizer's way of splitting text; None where it can't be told.
 
     It compares a digest of one text's tokens with those of published models, which stand in its source. Fast where it
-    does; where it doesn't, transformers is asked too, which reads some tokenizers in a way of its own.
+    does; where it doesn't, transformers is asked too, which reads some tokenizers in a way of its own. What was found
+    is remembered until one of the tokenizer's files changes.
     """
     path, found = folder / "tokenizer.json", importlib.util.find_spec("conversion")
     if not path.is_file() or (folder / "tokenizer.model").is_file() or found is None or found.origin is None:
@@ -107,8 +109,38 @@ def tokenizer_problem(folder: Path) -> Problem | None:
         return None
     source = Path(found.origin).with_name("base.py").read_text("utf-8")
     text, known = re.search(r"^ +chktxt = (.+)$", source, re.M), re.findall(r'chkhsh == "(\w{64})"', source)
-    if text is None or not known or _recognised(folder, ast.literal_eval(text[1]), frozenset(known)):
+    if text is None or not known:
         return None
+    return _digest_problem(
+        folder.absolute(), _written(folder), text=ast.literal_eval(text[1]), known=frozenset(known)
+    )
+
+
+def _written(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """The files that decide what a tokenizer does, with size and time of the last change."""
+    names = ("config.json", *(path.name for path in folder.glob("*token*.json")))
+    found = sorted(folder / name for name in names if (folder / name).is_file())
+    return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found)
+
+
+@lru_cache(maxsize=32)
+def _digest_problem(
+    folder: Path,
+    _files: tuple[tuple[str, int, int], ...],
+    *,
+    text: str,
+    known: frozenset[str],
+) -> Problem | None:
+    path = folder / "tokenizer.json"
+    try:
+        if _recognised(folder, text, known):
+            return None
+    except Exception as error:  # noqa: BLE001  (both libraries raise anything, even a plain Exception)
+        said = (str(error).strip().splitlines() or ["no message"])[0][:300]
+        return Problem(
+            what=f"{path}: can't be read as a tokenizer: {type(error).__name__}: {said}",
+            fix="fetch the tokenizer's files again, with a transformers that is as new as they are",
+        )
     return Problem(
         what=f"{path}: llama.cpp's converter doesn't recognise this tokenizer's way of splitting text (its "
         "pre-tokenizer)",
@@ -126,4 +158,5 @@ def _recognised(folder: Path, text: str, known: frozenset[str]) -> bool:
         return True
     from transformers import AutoTokenizer
 
-    return is_known(AutoTokenizer.from_pretrained(folder, local_files_only=True).encode(text))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return is_known(tokenizer.encode(text))

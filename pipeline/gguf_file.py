@@ -91,16 +91,14 @@ _NUMBER_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?",
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A GGUF file without its data.
+    """A GGUF file without its data; shapes are in the order of the model's own matrices, rows first.
 
-    Shapes are in the order of the model's own matrices, rows first, which is the reverse of the file's. `positions`
-    are the bytes in the file at which the tensors' data begins.
+    That is the reverse of the file's.
     """
 
     version: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    positions: Mapping[str, int]
 
     @property
     def architecture(self) -> str:
@@ -277,7 +275,6 @@ def _with_layout(
 ) -> GgufHeader:
     """Tensors follow each other, padded to the alignment, and fill the file, as llama.cpp demands."""
     tensors: dict[str, TensorInfo] = {}
-    positions: dict[str, int] = {}
     end = data_start
     for entry in entries:
         begin = _padded(end, alignment)
@@ -288,11 +285,10 @@ def _with_layout(
         tensors[entry.name] = TensorInfo(
             file=path.name, dtype=entry.type_name, shape=entry.shape, size_bytes=tensor_bytes
         )
-        positions[entry.name] = begin
         end = begin + tensor_bytes
     if not end <= size_bytes <= _padded(end, alignment):
         state = "truncated" if size_bytes < end else "longer than its header says"
         raise CheckpointError(
             f"{path}: {state}: {size_bytes:,} bytes, the header describes {end:,}. Fetch or write the file again."
         )
-    return GgufHeader(version=version, metadata=metadata, tensors=tensors, positions=positions)
+    return GgufHeader(version=version, metadata=metadata, tensors=tensors)

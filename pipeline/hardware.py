@@ -23,6 +23,7 @@ from typing import Any
 
 from pipeline.data_sheet import DATA_SHEET, HOST, Device, nearest_device, sheet_of
 from pipeline.errors import PrerequisiteError, UsageError
+from pipeline.processor import processor_entry
 from pipeline.speed_results import DeviceSpeed, MachineState
 from pipeline.values import digest
 
@@ -190,12 +191,7 @@ def _cpu(source: str = "operating system") -> Device:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    return processor_entry("model name") or platform.processor() or platform.machine()
 
 
 def usable_threads() -> int:

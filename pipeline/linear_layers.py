@@ -10,7 +10,8 @@ layers: quantizing it would cut it loose from an embedding that it is tied to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ from pipeline.meta_model import empty_model, parse_config
 from pipeline.progress import Tell, silent
 from pipeline.shard_writer import ShardWriter, header_room
 from pipeline.stored_names import match_names
-from pipeline.tensor_stream import Convert, plan_pieces, stream
-from pipeline.tensorfile import SINGLE_NAME, read_json, tensors
+from pipeline.tensor_stream import Convert, stream
+from pipeline.tensorfile import SINGLE_NAME, read_json
 from pipeline.weights import (
     keep_types,
     load_pretrained,
@@ -98,23 +99,27 @@ def quantize_layers(
     """Write what `convert` makes of each tensor of `source`'s `model`; see `tensor_stream.stream` for the arguments.
 
     Tensor by tensor where the files' tensors are the model's, else from the whole model in memory. Every file's
-    metadata holds `metadata_bytes` for each tensor and `shared_metadata_bytes` once. Returns notes.
+    metadata holds `metadata_bytes` for each tensor and `shared_metadata_bytes` once. Returns notes, what `convert`
+    counted among them as "12 KEY".
     """
     match = match_names(source, model)
     if match.because is not None:
         progress("loading the whole model")
-        _quantize_whole(
+        counts = _quantize_whole(
             source,
             out,
             model=model,
             convert=convert,
             device=device,
-            room_bytes=header_room(stored_types(model), parts=parts, metadata_bytes=metadata_bytes)
-            + shared_metadata_bytes,
+            room_bytes=header_room(
+                stored_types(model),
+                parts=parts,
+                metadata_bytes=metadata_bytes,
+                file_metadata_bytes=shared_metadata_bytes,
+            ),
         )
-        return (f"quantized in memory as a whole, not tensor by tensor: {match.because}",)
-    found = {name: info for name, info in tensors(source).items() if name not in match.left_out}
-    fewest = min(len(piece.names) for piece in plan_pieces(found))
+        because = f"quantized in memory as a whole, not tensor by tensor: {match.because}"
+        return (*_counted(counts), because)
     streamed = stream(
         source,
         out,
@@ -122,16 +127,21 @@ def quantize_layers(
         parts=parts,
         settings=settings,
         progress=progress,
-        metadata_bytes=metadata_bytes + -(-shared_metadata_bytes // fewest),
+        metadata_bytes=metadata_bytes,
+        file_metadata_bytes=shared_metadata_bytes,
         left_out=match.left_out,
     )
-    return streamed.notes
+    return (*_counted(streamed.counts), *streamed.notes)
+
+
+def _counted(counts: Mapping[str, int]) -> Iterator[str]:
+    return (f"{count:,} {what}" for what, count in counts.items() if count)
 
 
 def _quantize_whole(
     source: Path, out: Path, *, model: Any, convert: Convert, device: str, room_bytes: int
-) -> None:
-    """`model` is on the meta device and says which tensors there are, in which types."""
+) -> Counter[str]:
+    """What `convert` counted. `model` is on the meta device and says which tensors there are, in which types."""
     import torch
 
     scan_source(source)
@@ -139,13 +149,16 @@ def _quantize_whole(
     loaded = load_pretrained(source, dtype=_main_type(model), device_map={"": device})
     state = loaded.state_dict()
     metadata: dict[str, str] = {}
+    counts: Counter[str] = Counter()
     with torch.no_grad(), saving_to(out), ShardWriter(out / SINGLE_NAME, room_bytes=room_bytes) as shard:
         for name in wanted:
             made = convert(name, state[name])
             for part, tensor in made.tensors.items():
                 shard.add(part, tensor)
             metadata.update(made.metadata)
+            counts.update(made.counts)
         shard.finish(metadata)
+    return counts
 
 
 def _main_type(model: Any) -> torch.dtype:

@@ -22,6 +22,7 @@ from typing import Any
 
 from pipeline.errors import PrerequisiteError
 from pipeline.packages import installed_version
+from pipeline.processor import processor_flags
 from pipeline.results import Problem
 
 PACKAGE = "xllamacpp"
@@ -208,17 +209,17 @@ class LlamaLibrary:
         return f"llama.cpp {self.functions.llama_version().decode()} ({PACKAGE} {installed_version(PACKAGE)})"
 
 
-def library_problems(*, device: str, processor_flags: frozenset[str] | None = None) -> tuple[Problem, ...]:
+def library_problems(*, device: str, flags: frozenset[str] | None = None) -> tuple[Problem, ...]:
     """What keeps the library from being used on `device`; loaded only to ask it for a GPU.
 
-    `processor_flags` are the CPU's, by default those that the system names.
+    `flags` are the CPU's instruction sets, by default those that the system names.
     """
     found = installed_version(PACKAGE)
     if found is None:
         return (Problem(what=f"the package {PACKAGE} (llama.cpp) is not installed", fix=FIX_EXTRA),)
     if found.split("+")[0] != KNOWN_VERSION:
         return (_unknown(f"{PACKAGE} {found} is installed, and only {KNOWN_VERSION} is known"),)
-    flags = _processor_flags() if processor_flags is None else processor_flags
+    flags = processor_flags() if flags is None else flags
     if flags and platform.machine() in ("x86_64", "AMD64") and "avx2" not in flags:
         return (
             Problem(
@@ -267,16 +268,6 @@ def _library_file() -> Path | None:
     folders = spec.submodule_search_locations if spec else None
     files = [path for folder in folders or () for path in sorted(Path(folder).glob(f"{PACKAGE}*"))]
     return next((path for path in files if path.suffix in (".so", ".pyd", ".dylib")), None)
-
-
-def _processor_flags() -> frozenset[str]:
-    """Empty where the system doesn't tell (only Linux on x86 does)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
 
 
 # --- the layout ------------------------------------------------------------------------------------------
@@ -368,9 +359,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_load_from_file": (_POINTER, (c_char_p, ModelParameters)),
     "llama_model_free": (None, (_POINTER,)),
     "llama_model_size": (c_uint64, (_POINTER,)),
-    "llama_model_n_layer": (c_int32, (_POINTER,)),
     "llama_model_has_encoder": (c_bool, (_POINTER,)),
-    "llama_model_meta_val_str": (c_int32, (_POINTER, c_char_p, c_char_p, c_size_t)),
     "llama_model_get_vocab": (_POINTER, (_POINTER,)),
     "llama_vocab_n_tokens": (c_int32, (_POINTER,)),
     "llama_init_from_model": (_POINTER, (_POINTER, ContextParameters)),
@@ -383,16 +372,11 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_seq_max": (c_uint32, (_POINTER,)),
     "llama_n_threads": (c_int32, (_POINTER,)),
     "llama_n_threads_batch": (c_int32, (_POINTER,)),
-    "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
-    "llama_batch_free": (None, (Batch,)),
     "llama_decode": (c_int32, (_POINTER, Batch)),
     "llama_synchronize": (None, (_POINTER,)),
     "llama_get_logits_ith": (_POINTER, (_POINTER, c_int32)),
-    "ggml_backend_dev_count": (c_size_t, ()),
-    "ggml_backend_dev_get": (_POINTER, (c_size_t,)),
-    "ggml_backend_dev_memory": (None, (_POINTER, POINTER(c_size_t), POINTER(c_size_t))),
 }
-"""Result and arguments of what is called, from llama.h and ggml-backend.h of the known version."""
+"""Result and arguments of what is called, from llama.h of the known version."""
 
 
 def _declare(functions: Any) -> None:

@@ -3,13 +3,14 @@
 It is a program, `llama-quantize`, or a function of the package llama-cpp-python, called in a process of its own; the
 wheel that runs models here has neither. Only the program reads importance matrices.
 
-    quantize_file(Path("model-bf16.gguf"), Path("model.gguf"), mixture="Q4_K_M", importance_matrix=None)
+    note = quantize_file(Path("model-bf16.gguf"), Path("model.gguf"), mixture="Q4_K_M", importance_matrix=None)
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from pathlib import Path
 
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.gguf_file import FILE_TYPES
+from pipeline.packages import installed_version
 from pipeline.results import Problem
+from pipeline.store import file_sha256
 
-PROGRAM, PACKAGE = "llama-quantize", "llama_cpp"
+PROGRAM, PACKAGE, DISTRIBUTION = "llama-quantize", "llama_cpp", "llama-cpp-python"
 _FIX = (
     f"install llama.cpp so that {PROGRAM} is on the PATH (your system's packages, or a release of "
     "github.com/ggml-org/llama.cpp)"
@@ -33,6 +36,12 @@ sys.exit(min(1, llama_cpp.llama_model_quantize(source.encode(), target.encode(),
 """
 
 
+def program_file() -> Path | None:
+    """The program that `quantize_file` runs; None where it is not on the PATH."""
+    found = shutil.which(PROGRAM)
+    return Path(found).resolve() if found else None
+
+
 def tool_problems(importance_matrix: Path | None) -> tuple[Problem, ...]:
     """Whether the quantizer is there, and the importance matrix with a program that reads it; quick."""
     if importance_matrix is not None and not importance_matrix.is_file():
@@ -42,7 +51,7 @@ def tool_problems(importance_matrix: Path | None) -> tuple[Problem, ...]:
                 fix="make it with llama-imatrix on text like yours, or leave importance_matrix out",
             ),
         )
-    if shutil.which(PROGRAM):
+    if program_file():
         return ()
     if importance_matrix is not None:
         return (Problem(what=f"an importance matrix needs {PROGRAM}, not found on the PATH", fix=_FIX),)
@@ -56,15 +65,18 @@ def tool_problems(importance_matrix: Path | None) -> tuple[Problem, ...]:
     )
 
 
-def quantize_file(source: Path, target: Path, *, mixture: str, importance_matrix: Path | None) -> None:
-    """Quantize a 16-bit or FP32 GGUF. Raises PrerequisiteError without a quantizer, StageError when it fails."""
+def quantize_file(source: Path, target: Path, *, mixture: str, importance_matrix: Path | None) -> str:
+    """Quantize a 16-bit or FP32 GGUF; returns which tool did it, in which version.
+
+    Raises PrerequisiteError without a quantizer, StageError when it fails.
+    """
     if problems := tool_problems(importance_matrix):
         raise PrerequisiteError(f"{problems[0].what}; fix: {problems[0].fix}")
     threads = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    program = shutil.which(PROGRAM)
+    program = program_file()
     if program:
         matrix = ["--imatrix", str(importance_matrix)] if importance_matrix else []
-        command = [program, *matrix, str(source), str(target), mixture, threads]
+        command = [str(program), *matrix, str(source), str(target), mixture, threads]
     else:
         command = [
             sys.executable,
@@ -80,3 +92,12 @@ def quantize_file(source: Path, target: Path, *, mixture: str, importance_matrix
         said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         last = "; ".join(said[-2:])[:500] or "it said nothing"
         raise StageError(f"{target}: llama.cpp's quantizer failed (exit code {done.returncode}): {last}")
+    return f"K types by {_tool(program, said=done.stdout + done.stderr)}"
+
+
+def _tool(program: Path | None, *, said: str) -> str:
+    """The program with the build that it prints ("main: build = 9000 (abcdef)"), and its digest; or the package."""
+    if program is None:
+        return f"{DISTRIBUTION} {installed_version(DISTRIBUTION) or 'of unknown version'}"
+    build = re.search(r"build = (\d+ \(\w+\))", said)
+    return f"{PROGRAM} {f'build {build[1]}' if build else 'of unknown build'}, SHA-256 {file_sha256(program)}"

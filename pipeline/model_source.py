@@ -11,6 +11,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,23 @@ def trained_folder(loaded: LoadedRecipe) -> Path:
         ) from error
     check_source(folder)
     return folder
+
+
+def fetch_description(loaded: LoadedRecipe) -> None:
+    """Bring a hub model's config and tokenizer (not its weights) into the hub's cache, where the hub can be reached.
+
+    Where it can't, nothing happens: `source_problems` says so.
+    """
+    model = loaded.recipe.model
+    if model.is_local or model.config is not None or hub_is_offline():
+        return
+    if _cached_file(model.id, model.revision, "config.json"):
+        return
+    from huggingface_hub import snapshot_download
+
+    small = [f"*{suffix}" for suffix in SIDE_SUFFIXES]
+    with suppress(Exception):
+        snapshot_download(model.id, revision=model.revision, allow_patterns=small)
 
 
 def source_record(loaded: LoadedRecipe, folder: Path, *, store: Store) -> SourceRecord:

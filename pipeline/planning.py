@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.best_paths import ENGINE_RANKING, EngineRanking, best_ways
+from pipeline.best_paths import ENGINE_RANKING, EngineRanking, Wanted, best_ways, ranking_key
 from pipeline.data_sheet import HOST, Device, sheet_of
 from pipeline.device_file import device_named
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.footprint import ShapeFacts, cached_shape_facts
 from pipeline.hardware import detect, fingerprint, with_measured
-from pipeline.model_source import read_config
+from pipeline.model_source import fetch_description, read_config
 from pipeline.plan import make_plan
 from pipeline.plan_values import Plan
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, load_recipe
@@ -102,14 +102,26 @@ def best_for(loaded: LoadedRecipe, *, device: Device, store: Store) -> dict[str,
     if recipe.precisions is None or architecture is None:
         return {}
     named = recipe.speed.engine if recipe.speed else None
-    return best_ways(
-        device,
+    paged = recipe.capacity is not None and "paged" in recipe.capacity.layouts
+    wanted = Wanted(
+        precisions=tuple(name.lower() for name in recipe.precisions),
         config=architecture.config,
         weights=recipe.model.weights,
-        folder=loaded.resolve(recipe.model.id) if recipe.model.is_local else None,
+        folder=Path(architecture.source).parent,
         engine=named.kind if named else None,
-        ranking=store.get(ENGINE_RANKING, fingerprint(device), EngineRanking),
+        serving=paged or recipe.serving is not None,
     )
+    return best_ways(device, wanted, ranking=store.get(ENGINE_RANKING, ranking_key(device), EngineRanking))
+
+
+def expand_here(loaded: LoadedRecipe, *, device: Device, store: Store) -> ExpandedRecipe:
+    """The recipe with the defaults of this machine's `device`; a hub model's config and tokenizer are fetched first.
+
+    Without them the first run of a model would mean other pairs than the second.
+    """
+    if loaded.recipe.precisions is not None:
+        fetch_description(loaded)
+    return loaded.recipe.expand(device=device.kind, best=best_for(loaded, device=device, store=store))
 
 
 def _is_here(device: Device) -> bool:

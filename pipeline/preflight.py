@@ -178,6 +178,7 @@ def _hardware_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Dev
 
 def _plugin_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Device) -> Iterator[Problem]:
     architecture = read_config(loaded)
+    pages = recipe.serving is not None or (recipe.capacity is not None and "paged" in recipe.capacity.layouts)
     for variant in recipe.variants:
         yield from variant.quantizer.check(device=device.kind)
         if architecture:
@@ -187,7 +188,12 @@ def _plugin_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Devic
         if variant.engine:
             missing = variant.engine.check(device=device.kind)
             yield from missing or variant.engine.needs(variant.quantizer)
-    pages = recipe.serving is not None or (recipe.capacity is not None and "paged" in recipe.capacity.layouts)
+            if pages and not variant.engine.serves:
+                yield Problem(
+                    what=f"{variant.name}: engine {variant.engine.kind} has no continuous batching over a paged cache, "
+                    "which serving and capacity.layouts [paged] measure",
+                    fix="leave those out, or take a quantizer that engine transformers runs",
+                )
     if pages and recipe.traffic is not None and recipe.traffic.block_tokens < LEAST_PAGE_TOKENS:
         yield Problem(
             what=f"traffic.block_tokens is {recipe.traffic.block_tokens}; transformers' paged cache has pages of at "

@@ -2,7 +2,7 @@
 
 What knows quanto's classes from inside is here; what a checkpoint is, in `quantizers.quanto`.
 
-    replace_modules(model, replaceable(model), "qint8")
+    replace_modules(model, linear_layers(model), "qint8")
     parts, raised = stored_parts(weight, module=model.get_submodule(name), name=name)
 """
 
@@ -10,52 +10,41 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError, StageError
-from pipeline.weights import largest_magnitude, read_tensors
+from pipeline.linear_layers import fill
+from pipeline.weights import largest_magnitude
 
 if TYPE_CHECKING:
     import torch
 
 TINYGEMM_ROWS = 16
+_MARK = ".weight._"
+"""Between a layer's name and that of a part of its quantized weight."""
 _BLOCK_WEIGHTS = 2_097_152
 """Quantized at once: few enough that what is computed on the way stays in a CPU's cache."""
 
 
-def replaceable(model: Any) -> tuple[str, ...]:
-    """The names of the linear layers, head excluded (quanto would quantize and so untie it)."""
-    import torch
-
-    head = model.get_output_embeddings()
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and module is not head
-    )
-
-
-def replace_modules(model: Any, names: Mapping[str, Any] | tuple[str, ...], quanto_type: str) -> None:
-    """Put quanto's layers in the named ones' places, on the same device, their weights not quantized yet."""
+def quanto_layers(model: Any, names: Iterable[str], quanto_type: str) -> dict[str, Any]:
+    """quanto's layers for the named ones, on the same device, their weights not quantized yet."""
     from optimum.quanto import qtypes
     from optimum.quanto.nn import QLinear
 
     _use_plain_unpack()
-    for name in names:
-        module = QLinear.from_module(model.get_submodule(name), weights=qtypes[quanto_type])
+    qtype = qtypes[quanto_type]
+    return {name: QLinear.from_module(model.get_submodule(name), weights=qtype) for name in names}
+
+
+def replace_modules(model: Any, names: Iterable[str], quanto_type: str) -> dict[str, Any]:
+    """Put `quanto_layers` in the named ones' places; returns them."""
+    made = quanto_layers(model, names, quanto_type)
+    for name, module in made.items():
         model.set_submodule(name, module)
-
-
-def freeze(module: Any, *, name: str) -> int:
-    """Put the quantized weight in; returns how many scales had to be raised. Raises StageError."""
-    import torch
-
-    quantized, raised = frozen_weight(module.weight.detach(), module=module, name=name)
-    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
-    return raised
+    return made
 
 
 def frozen_weight(weight: torch.Tensor, *, module: Any, name: str) -> tuple[Any, int]:
@@ -119,31 +108,26 @@ def stored_parts(weight: torch.Tensor, *, module: Any, name: str) -> tuple[dict[
     return parts, raised
 
 
-def fill_model(model: Any, folder: Path, *, device: str, compute_dtype: str) -> None:
-    """Give the empty model its tensors. Raises CheckpointError when one is missing or unknown."""
+def fill_layers(model: Any, layers: Mapping[str, Any], folder: Path, *, device: str) -> None:
+    """Give the empty `model` its tensors, those of quanto's `layers` put together; raises as `linear_layers.fill`."""
     import torch
-    from optimum.quanto.nn import QModuleMixin
 
-    wanted = getattr(torch, compute_dtype)
-    floats = (torch.float16, torch.bfloat16, torch.float32)
-    state = {
-        name: tensor.to(device=device, dtype=wanted if tensor.dtype in floats else tensor.dtype)
-        for name, tensor in read_tensors(folder)
-    }
-    for name, module in model.named_modules():
-        if isinstance(module, QModuleMixin):
-            module.weight = torch.nn.Parameter(
-                read_weight(module, state, name=name, folder=folder), requires_grad=False
-            )
-    result = model.load_state_dict(state, strict=False, assign=True)
-    if result.unexpected_keys:
-        raise CheckpointError(f"{folder}: the model has no place for {result.unexpected_keys[0]}")
-    model.tie_weights()
-    empty = [name for name, tensor in model.named_parameters() if tensor.device.type == "meta"]
-    if empty:
-        raise CheckpointError(
-            f"{folder}: {len(empty)} tensors of the model are in no file, such as {empty[0]}"
-        )
+    held: dict[str, dict[str, torch.Tensor]] = {}
+
+    def take(name: str, tensor: torch.Tensor) -> bool:
+        owner, mark, _ = name.partition(_MARK)
+        layer = layers.get(owner)
+        if not mark or layer is None:
+            return False
+        parts = held.setdefault(owner, {})
+        is_float = name.endswith(("._scale", "._shift"))
+        parts[name] = tensor.to(layer.input_scale.dtype) if is_float else tensor
+        if len(parts) == (2 if layer.weight_qtype.bits == 8 else 3):
+            weight = read_weight(layer, held.pop(owner), name=owner, folder=folder)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return True
+
+    fill(model, folder, device=device, take=take)
 
 
 def read_weight(module: Any, state: dict[str, Any], *, name: str, folder: Path) -> Any:

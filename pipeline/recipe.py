@@ -169,14 +169,20 @@ def _named_precision(
 def engine_for(quantizer: Quantizer, *, preferred: Engine | None = None) -> Engine:
     """`preferred` where it runs what the quantizer writes; else the first kind that does, transformers before others.
 
-    Raises LookupError when none does.
+    Raises RecipeError when only another setting of the preferred kind would run it: settings aren't dropped.
     """
     others = [kind() for kind in plugin_classes("pipeline.engines")]
     others.sort(key=lambda engine: engine.kind != "transformers")
     for engine in (preferred, *others):
-        if engine is not None and engine.refuses(quantizer) is None:
-            return engine  # type: ignore[no-any-return]
-    raise LookupError(f"no engine runs what {quantizer.kind} writes")
+        if engine is None or engine.refuses(quantizer) is not None:
+            continue
+        if preferred is not None and engine is not preferred and engine.kind == preferred.kind:
+            raise RecipeError(
+                f"speed.engine: {preferred.refuses(quantizer)} (quantizer {quantizer.kind}); change that setting, or "
+                "give the variant an engine of its own"
+            )
+        return engine  # type: ignore[no-any-return]
+    raise RecipeError(f"no engine runs what the quantizer {quantizer.kind} writes")
 
 
 @cache

@@ -16,7 +16,7 @@ from pipeline.capacity_results import CapacityResult
 from pipeline.errors import PrerequisiteError
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.measured import StageFailure
-from pipeline.planning import best_for
+from pipeline.planning import expand_here
 from pipeline.preflight import Preflight, preflight
 from pipeline.progress import Progress
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
@@ -90,7 +90,7 @@ def prepare(loaded: LoadedRecipe, *, store: Store, progress_stream: TextIO) -> R
     Raises PrerequisiteError listing all that is missing.
     """
     device = detect()
-    recipe = loaded.recipe.expand(device=device.kind, best=best_for(loaded, device=device, store=store))
+    recipe = expand_here(loaded, device=device, store=store)
     ready = preflight(loaded, recipe=recipe, device=device, store=store)
     if ready.problems:
         raise PrerequisiteError(ready.message(str(loaded.path)))

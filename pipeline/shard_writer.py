@@ -64,13 +64,15 @@ class ShardRecord(Value):
     crc32: int
 
 
-def header_room(names: Iterable[str], *, parts: int, metadata_bytes: int = 0) -> int:
+def header_room(
+    names: Iterable[str], *, parts: int, metadata_bytes: int = 0, file_metadata_bytes: int = 0
+) -> int:
     """Bytes that a header needs at most when each of `names` becomes `parts` tensors.
 
-    `metadata_bytes` is what each name adds to the file's metadata.
+    `metadata_bytes` is what each name adds to the file's metadata, `file_metadata_bytes` what is there once.
     """
     each = [parts * (len(json.dumps(name)) + _ENTRY_BYTES) + metadata_bytes for name in names]
-    return 8 * (1 + (_ENTRY_BYTES + sum(each)) // 8)
+    return 8 * (1 + (_ENTRY_BYTES + file_metadata_bytes + sum(each)) // 8)
 
 
 class ShardWriter:

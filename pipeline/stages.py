@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeline.alternation import TurnResult
 from pipeline.checkpoint import build_manifest, check_earned_label, write_manifest
 from pipeline.energy import EnergyMeter, energy_meter, joules_of_work
-from pipeline.engine_agreement import compare, observe, text_tokens
+from pipeline.engine_agreement import Observed, compare, observe, text_tokens
 from pipeline.engines.base import Session
 from pipeline.engines.transformers import Transformers
 from pipeline.errors import CheckpointError
@@ -277,12 +277,21 @@ def first_line(error: BaseException) -> str:
 def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResult:
     """Load the checkpoint through transformers and evaluate every task on it.
 
-    Where another engine is timed, both then run one text. Raises as that engine's `open` does.
+    Where another engine is timed, both run one text before that, so that what fails there costs no evaluation; one
+    after the other, because two copies of the weights needn't fit. Raises as that engine's `open` does.
     """
     checkpoint, folder = request.checkpoint, Path(request.checkpoint.folder)
-    progress("loading")
     reference = Transformers(compute_dtype=request.compute_dtype)
+    timed = None if checkpoint.engine.kind == reference.kind else _text_by(checkpoint, progress=progress)
+    progress("loading")
     session = reference.open(folder, quantizer=checkpoint.quantizer, device=checkpoint.device)
+    agreement = None
+    if timed is not None:
+        progress(f"comparing {checkpoint.engine.kind} with {reference.kind}")
+        expected = observe(session, tokens=timed.tokens)
+        agreement = compare(
+            expected, timed.observed, reference_engine=reference.kind, engine=checkpoint.engine.kind
+        )
     result = evaluate(
         session.model,
         tokenizer_folder=folder,
@@ -291,16 +300,21 @@ def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResul
         device=checkpoint.device,
         progress=progress,
     )
-    if checkpoint.engine.kind == reference.kind:
-        return result
-    progress(f"comparing {checkpoint.engine.kind} with {reference.kind}")
-    tokens = text_tokens(folder, vocabulary_tokens=session.vocabulary_tokens)
-    expected = observe(session, tokens=tokens)
-    del session  # two copies of the weights needn't fit
-    with checkpoint.open() as other:
-        found = observe(other, tokens=tokens)
-    agreement = compare(expected, found, reference_engine=reference.kind, engine=checkpoint.engine.kind)
     return result.model_copy(update={"agreement": agreement})
+
+
+class _Timed(NamedTuple):
+    """What the timed engine makes of the text."""
+
+    tokens: tuple[int, ...]
+    observed: Observed
+
+
+def _text_by(checkpoint: RunnableCheckpoint, *, progress: Progress) -> _Timed:
+    progress(f"loading into {checkpoint.engine.kind}")
+    with checkpoint.open() as session:
+        tokens = text_tokens(Path(checkpoint.folder), vocabulary_tokens=session.vocabulary_tokens)
+        return _Timed(tokens=tokens, observed=observe(session, tokens=tokens))
 
 
 # --- device ----------------------------------------------------------------------------------------------

@@ -98,14 +98,16 @@ def stream(
     settings: Mapping[str, Any],
     progress: Tell,
     metadata_bytes: int = 0,
+    file_metadata_bytes: int = 0,
     left_out: frozenset[str] = frozenset(),
 ) -> Streamed:
     """Convert every tensor of `source` into files in `out`, going on where an earlier call was stopped.
 
-    A source tensor becomes at most `parts` tensors and `metadata_bytes` of metadata. `settings` is whatever, beside
-    the source, decides what `convert` gives. Tensors named in `left_out` are not read. Raises StageError naming
-    the tensors when the source holds NaN or infinity, and what `convert` raises; then nothing is left to go on
-    with. Raises OSError when the disk is full; finished files and journal then stay.
+    A source tensor becomes at most `parts` tensors and `metadata_bytes` of metadata; every file has at most
+    `file_metadata_bytes` of it besides. `settings` is whatever, beside the source, decides what `convert` gives.
+    Tensors named in `left_out` are not read. Raises StageError naming the tensors when the source holds NaN or
+    infinity, and what `convert` raises; then nothing is left to go on with. Raises OSError when the disk is full;
+    finished files and journal then stay.
     """
     import torch  # noqa: F401  (before the clock of the rate starts, which would count it)
 
@@ -120,7 +122,12 @@ def stream(
             if piece.file in journal.files:
                 told.found(piece.source_bytes)
                 continue
-            room_bytes = header_room(piece.names, parts=parts, metadata_bytes=metadata_bytes)
+            room_bytes = header_room(
+                piece.names,
+                parts=parts,
+                metadata_bytes=metadata_bytes,
+                file_metadata_bytes=file_metadata_bytes,
+            )
             finished = _write(source, out, piece, found, convert=convert, room_bytes=room_bytes, told=told)
             journal = journal.model_copy(update={"files": {**journal.files, piece.file: finished}})
             write_atomically(out / JOURNAL_NAME, journal.to_json())

@@ -130,11 +130,6 @@ class SteppedEngine:
         (model,) = self.engine.apply_model(lambda model: model)
         return model
 
-    @property
-    def under_way(self) -> int:
-        """Requests that haven't ended."""
-        return len(self._requests)
-
     def limit(self, *, sequences: int, batch_tokens: int) -> None:
         """Schedule no more than so much in a step, from the next one on."""
         self._scheduler.max_num_running_reqs = sequences
@@ -208,7 +203,3 @@ class SteppedEngine:
             self.engine.abort_request([str(request.number) for request in self._requests.values()])
         self._requests.clear()
         self.most_held_blocks = self.held_blocks
-
-    def shutdown(self) -> None:
-        """End the engine and free its memory."""
-        self.engine.engine_core.shutdown()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.engines.llama_cpp import LlamaCppSession
+from pipeline.errors import CheckpointError, PipelineError, StageError, UsageError
+from pipeline.gguf_file import read_gguf
 from pipeline.hardware import detect, usable_threads
 from pipeline.llama_library import load_library
 from pipeline.llama_model import LlamaModel
@@ -55,8 +58,24 @@ class Rates(NamedTuple):
     build: str = ""
 
 
+def check_given(files: Sequence[Path], *, llama_bench: Path, threads: int, repeats: int) -> None:
+    """Raises UsageError for what can't be measured, before anything is."""
+    for option, value in (("--repeats", repeats), ("--threads", threads)):
+        if value < 1:
+            raise UsageError(f"{option} must be at least 1, is {value}")
+    if shutil.which(llama_bench) is None:
+        found = "isn't an executable program" if llama_bench.exists() else "doesn't exist"
+        raise UsageError(f"--llama-bench {llama_bench}: {found}; give the path of llama.cpp's llama-bench")
+    for file in files:
+        try:
+            read_gguf(file)
+        except CheckpointError as error:
+            raise UsageError(f"--gguf {error}") from error
+
+
 def compare(files: Sequence[Path], *, llama_bench: Path, threads: int, repeats: int) -> Comparison:
-    """Every file in turn. Raises RuntimeError when llama-bench fails."""
+    """Every file in turn. Raises UsageError as `check_given` does, and StageError when llama-bench fails."""
+    check_given(files, llama_bench=llama_bench, threads=threads, repeats=repeats)
     found: list[Compared] = []
     build = ""
     for file in files:
@@ -116,18 +135,33 @@ def _seconds(session: LlamaCppSession, *, prompt_tokens: int, new_tokens: int, s
 def _bench(llama_bench: Path, file: Path, *, threads: int) -> Rates:
     command = [str(llama_bench), "-m", str(file), "-p", str(PROMPT_TOKENS), "-n", str(NEW_TOKENS)]
     command += ["-r", "1", "-t", str(threads), "-o", "json", "-ngl", "0", *_unmapped(llama_bench)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = _output(command)
+    try:
+        rows: list[dict[str, Any]] = json.loads(said)
+        rates = {"decode" if row["n_gen"] else "prefill": float(row["avg_ts"]) for row in rows}
+        return Rates(**rates, build=f"build {rows[0]['build_number']} ({rows[0]['build_commit']})")
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise StageError(
+            f"{llama_bench}: its JSON isn't what is known of llama-bench ({error!r}): {said[:200]!r}"
+        ) from error
+
+
+def _output(command: Sequence[str]) -> str:
+    """What it prints on standard output. Raises StageError when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise StageError(
+            f"{command[0]} can't be run: {error.strerror}; is it built for this system?"
+        ) from error
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    rates = {"decode" if row["n_gen"] else "prefill": float(row["avg_ts"]) for row in rows}
-    return Rates(**rates, build=f"build {rows[0]['build_number']} ({rows[0]['build_commit']})")
+        raise StageError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()[-500:]}")
+    return done.stdout
 
 
 def _unmapped(llama_bench: Path) -> list[str]:
     """The option that reads weights into memory, as the engine does: newer versions name it otherwise."""
-    said = subprocess.run([str(llama_bench), "--help"], capture_output=True, text=True, check=False)
-    return ["-lm", "none"] if "--load-mode" in said.stdout + said.stderr else ["-mmp", "0"]
+    return ["-lm", "none"] if "--load-mode" in _output((str(llama_bench), "--help")) else ["-mmp", "0"]
 
 
 def page(found: Comparison) -> str:
@@ -144,8 +178,8 @@ def page(found: Comparison) -> str:
     )
 
 
-def main() -> int:
-    """0 when every figure is within the limit, else 1."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every figure is within the limit, 1 when not, else the exit code of what went wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,14 +188,15 @@ def main() -> int:
     parser.add_argument("--gguf", type=Path, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=usable_threads())
-    arguments = parser.parse_args()
-    found = compare(
-        arguments.gguf,
-        llama_bench=arguments.llama_bench,
-        threads=arguments.threads,
-        repeats=arguments.repeats,
-    )
-    write_comparison(arguments.folder, "llama-bench", found, page=page(found))
+    given = parser.parse_args(arguments)
+    try:
+        found = compare(
+            given.gguf, llama_bench=given.llama_bench, threads=given.threads, repeats=given.repeats
+        )
+    except PipelineError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    write_comparison(given.folder, "llama-bench", found, page=page(found))
     return 1 if missed(found.figures) else 0
 
 

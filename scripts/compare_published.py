@@ -63,6 +63,11 @@ class Format(Value):
         """Bytes of each weight of the head and of norms."""
         return self.other_bits / 8
 
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        """Head and norms alike."""
+        del columns, is_head
+        return None
+
 
 class Source(Value):
     """Where figures were read, and what holds for all of them."""

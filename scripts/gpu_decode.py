@@ -89,25 +89,27 @@ class Decoded(Value):
 
     @property
     def verdict(self) -> str:
-        """met, missed, or why neither can be said."""
+        """met, missed, or why neither can be said, which is so of a noisy figure too."""
         if self.share is None:
             return self.because or "no share"
+        if self.noisy:
+            return "noisy"
         return "met" if self.share >= self.goal else "missed"
 
 
 class ModelTable(Value):
-    """All paths of one shape."""
+    """All paths of one shape; no bandwidth was measured where none of them can run here."""
 
     model: str
-    read_bandwidth_bytes_per_s: float
+    read_bandwidth_bytes_per_s: float | None
     alternated: bool
     drift_percent: float | None
     paths: tuple[Decoded, ...]
 
     def best(self, precision: str) -> Decoded | None:
-        """The path with the largest share."""
+        """The path with the largest share, one that reaches its goal before any that is noisy."""
         measured = [one for one in self.paths if one.precision == precision and one.share is not None]
-        return max(measured, key=lambda one: one.share or 0.0, default=None)
+        return max(measured, key=lambda one: (one.verdict == "met", one.share or 0.0), default=None)
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -137,7 +139,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(only: Sequence[str] = ("",)) -> Iterator[Candidate]:
-    """Every path whose name begins with one of `only`: eager, compiled and through vLLM, where they apply."""
+    """Every path whose name begins with one of `only`: eager, compiled and through vLLM, where random weights can."""
     return (one for one in _every_candidate() if one.name.startswith(tuple(only)))
 
 
@@ -150,7 +152,7 @@ def _every_candidate() -> Iterator[Candidate]:
         if quantizer.compilable:
             compiled = Transformers(compute_dtype="bfloat16", compile="always")
             yield Candidate(f"{stored}, compiled", quantizer, compiled)
-        if Vllm().refuses(quantizer) is None:
+        if quantizer.kind == "native":  # vLLM makes no other random weights
             yield Candidate(f"{stored}, vllm", quantizer, Vllm(compute_dtype="bfloat16"))
 
 
@@ -184,6 +186,14 @@ def measure(
         manifests[one.name] = random_variant(request, progress=lambda _: None)
         checkpoints[one.name] = RunnableCheckpoint(
             folder=str(out), quantizer=one.quantizer, engine=one.engine, device=device.kind
+        )
+    if not checkpoints:
+        return ModelTable(
+            model=loaded.recipe.model.id,
+            read_bandwidth_bytes_per_s=None,
+            alternated=False,
+            drift_percent=None,
+            paths=tuple(refused),
         )
     stage = measure_speed(
         checkpoints,
@@ -268,20 +278,27 @@ def page(table: Table) -> str:
         "the best path of a precision.",
     ]
     for model in table.models:
-        how = "in alternation" if model.alternated else "one after the other"
-        drift = (
-            ""
-            if model.drift_percent is None
-            else f"; first path again: {model.drift_percent:+.1f} % time a token"
-        )
-        rows = [_cells(one) for one in model.paths]
         parts += [
             f"## {model.model}",
-            f"Measured bandwidth {model.read_bandwidth_bytes_per_s / 1e9:,.1f} GB/s; paths timed {how}{drift}.",
-            markdown_table(HEADER, rows, text_columns=("verdict", "how it ran")),
+            _how_measured(model),
+            markdown_table(
+                HEADER, [_cells(one) for one in model.paths], text_columns=("verdict", "how it ran")
+            ),
             "\n".join(_verdicts(model)),
         ]
     return "\n\n".join(parts)
+
+
+def _how_measured(model: ModelTable) -> str:
+    if model.read_bandwidth_bytes_per_s is None:
+        return "No path can run here, so nothing was measured."
+    how = "in alternation" if model.alternated else "one after the other"
+    drift = (
+        ""
+        if model.drift_percent is None
+        else f"; first path again: {model.drift_percent:+.1f} % time a token"
+    )
+    return f"Measured bandwidth {model.read_bandwidth_bytes_per_s / 1e9:,.1f} GB/s; paths timed {how}{drift}."
 
 
 def _cells(one: Decoded) -> tuple[str, ...]:
@@ -311,8 +328,9 @@ def _verdicts(model: ModelTable) -> Iterator[str]:
         if best is None:
             yield f"- {precision}: not measured on any path"
         else:
+            judged = "too noisy to judge" if best.verdict == "noisy" else f"goal {best.verdict}"
             yield (
-                f"- {precision}: goal {best.verdict}: {100 * (best.share or 0):.2f} % by {best.path}, at least "
+                f"- {precision}: {judged}: {100 * (best.share or 0):.2f} % by {best.path}, at least "
                 f"{100 * best.goal:.0f} % wanted"
             )
 

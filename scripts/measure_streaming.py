@@ -127,22 +127,26 @@ class Measured(Value):
     rows: tuple[Streaming, ...]
 
 
-def measure(work: Path, *, gigabytes: float, names: Sequence[str], device: str, repeats: int) -> Measured:
-    """Make the checkpoint in `work` and run all quantizers on it."""
+def measure(
+    work: Path, *, gigabytes: float, names: Sequence[str], device: str, repeats: int
+) -> Iterator[Measured]:
+    """Make the checkpoint in `work` and run the quantizers on it; what is known so far, after each of them."""
     source = work / "source"
     say(f"making a checkpoint of {gigabytes:g} GB")
     config = write_random_llama(source, size_bytes=int(gigabytes * 1e9))
     if any(QUANTIZERS[name].kind == "gguf" for name in names):
         copy_side_files(MODEL_FOLDER, source)
-    rows = [_streaming(name, source, work, device=device, repeats=repeats) for name in names]
-    return Measured(
-        device=detect().name if device == detect().kind else device,
-        threads=_threads(),
-        versions={name: version(name) for name in ("torch", "safetensors", "optimum-quanto", "torchao")},
-        shards=len(list(source.glob("*.safetensors"))),
-        layers=config["num_hidden_layers"],
-        rows=tuple(rows),
-    )
+    rows: list[Streaming] = []
+    for name in names:
+        rows.append(_streaming(name, source, work, device=device, repeats=repeats))
+        yield Measured(
+            device=detect().name if device == detect().kind else device,
+            threads=_threads(),
+            versions={name: version(name) for name in ("torch", "safetensors", "optimum-quanto", "torchao")},
+            shards=len(list(source.glob("*.safetensors"))),
+            layers=config["num_hidden_layers"],
+            rows=tuple(rows),
+        )
 
 
 def _streaming(name: str, source: Path, work: Path, *, device: str, repeats: int) -> Streaming:
@@ -358,15 +362,16 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.work or arguments.folder) as work:
-        found = measure(
+        for found in measure(
             Path(work),
             gigabytes=arguments.gigabytes,
             names=arguments.quantizers,
             device=arguments.device,
             repeats=arguments.repeats,
-        )
-    (arguments.folder / "streaming.json").write_text(found.to_json() + "\n", encoding="utf-8")
-    (arguments.folder / "streaming.md").write_text(page(found) + "\n", encoding="utf-8")
+        ):
+            # After each quantizer: one takes many minutes, and a stopped run has still measured the others.
+            (arguments.folder / "streaming.json").write_text(found.to_json() + "\n", encoding="utf-8")
+            (arguments.folder / "streaming.md").write_text(page(found) + "\n", encoding="utf-8")
     print(page(found))
     return 0 if all(row.holds for row in found.rows) else 1
 

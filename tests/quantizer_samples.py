@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.processor import processor_flags
 from pipeline.quantizers.base import Quantizer
 from pipeline.quantizers.bitsandbytes import Bitsandbytes
-from pipeline.quantizers.dynamic_int8 import DynamicInt8
+from pipeline.quantizers.dynamic_int8 import DynamicInt8, cpu_problems
 from pipeline.quantizers.gguf import Gguf
 from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
@@ -21,6 +23,8 @@ PACKAGE = "pipeline.quantizers"
 GATE = "model.layers.0.mlp.gate_proj.weight"
 SINGLE = "model.safetensors"
 
+NO_FBGEMM = "; ".join(problem.what for problem in cpu_problems(platform.machine(), processor_flags()))
+"""Why this CPU can't run dynamic_int8, whose own tests are then skipped with these words."""
 EVERY: tuple[Quantizer, ...] = (
     Native(dtype="fp32"),
     Native(dtype="bf16"),
@@ -32,7 +36,7 @@ EVERY: tuple[Quantizer, ...] = (
     Bitsandbytes(type="nf4"),
     Bitsandbytes(type="nf4", double_quant=True),
     Bitsandbytes(type="fp4"),
-    DynamicInt8(),
+    *(() if NO_FBGEMM else (DynamicInt8(),)),
     Torchao(weights="int8"),
     Torchao(weights="int8_dynamic"),
     Torchao(weights="fp8"),

@@ -173,10 +173,7 @@ class LLMEngine:
         self.arguments = arguments
         scheduler = arguments.scheduler_cls(arguments, num_blocks=num_blocks, block_size=block_size)
         self.scheduler: Scheduler = scheduler
-        self.ended = False
-        self.engine_core = SimpleNamespace(
-            engine_core=SimpleNamespace(scheduler=scheduler), shutdown=lambda: setattr(self, "ended", True)
-        )
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
         self.model = Model()
         self.gives_two_tokens = False

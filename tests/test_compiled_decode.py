@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -226,6 +227,48 @@ def test_a_compiler_that_does_not_end_is_given_up() -> None:
     assert choice is not None
     assert (choice.kept, choice.outcome) == (EAGER, "unfinished")
     assert choice.because == "was not ready after 0 s"
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_compiler_that_swallows_the_end_of_its_time_is_given_up_too(caught: bool) -> None:
+    """Whatever is raised in a compiler may leave it as an error of its own, or not at all."""
+    played = Played()
+    running = played.session()
+
+    def compiler(forward: Forward) -> Forward:
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except BaseException as error:
+            if caught:
+                return forward
+            raise RuntimeError("backend compiler failed") from error
+        return forward
+
+    assert running._compiled is not None
+    running._compiled._compiler = compiler
+    choice = choose_execution(running, shape=SHAPE, seed=1, clock=played.clock)
+    assert choice is not None
+    assert (choice.kept, choice.outcome) == (EAGER, "unfinished")
+
+
+@pytest.mark.filterwarnings("default")
+def test_torch_s_compiler_lets_the_end_of_its_time_through() -> None:
+    played = Played()
+    running = played.session()
+
+    def backend(_graph: Any, _inputs: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+
+    def compiler(forward: Forward) -> Forward:
+        import torch
+
+        return torch.compile(forward, backend=backend)
+
+    assert running._compiled is not None
+    running._compiled._compiler = compiler
+    choice = choose_execution(running, shape=SHAPE, seed=1, clock=played.clock)
+    assert choice is not None
+    assert (choice.kept, choice.outcome) == (EAGER, "unfinished")
 
 
 def test_shapes_that_hardly_decode_and_engines_with_one_way_have_no_choice() -> None:

@@ -20,7 +20,7 @@ from pipeline.engine_agreement import (
 from pipeline.engines.transformers import Transformers
 from pipeline.errors import StageError
 from pipeline.quantizers.native import Native
-from pipeline.results import EngineAgreement
+from pipeline.results import MAX_ENGINE_KL_NATS, MAX_ENGINE_KL_P99_NATS, EngineAgreement
 from tests.result_builders import quality, task, variant
 from tests.tiny_models import write_llama
 
@@ -81,14 +81,22 @@ def test_the_transformers_engine_hands_out_what_the_model_computes(tmp_path: Pat
     assert found.greedy[0] == first[0] == found.logits[GREEDY_PROMPT_TOKENS - 1].argmax()
 
 
+def test_engines_that_differ_at_few_positions_differ() -> None:
+    even, skewed = (0.0, 0.0), (4.0, 0.0)
+    found = compared(observed(*[even] * 150), observed(*[skewed] * 5, *[even] * 145))
+    assert found.kl_mean_nats < MAX_ENGINE_KL_NATS
+    assert found.kl_p99_nats > MAX_ENGINE_KL_P99_NATS
+    assert not found.holds
+
+
 def test_quality_of_a_model_that_is_not_the_one_timed_counts_as_unmeasured() -> None:
-    def arm(name: str, kl_nats: float) -> object:
+    def arm(name: str, kl_nats: float, *, p99_nats: float = 0.0) -> object:
         agreement = EngineAgreement(
             engine="llama_cpp",
             reference_engine="transformers",
             text_tokens=100,
             kl_mean_nats=kl_nats,
-            kl_p99_nats=kl_nats,
+            kl_p99_nats=p99_nats,
             same_top1_share=0.5,
             greedy_tokens=32,
             same_greedy_tokens=3,
@@ -98,3 +106,8 @@ def test_quality_of_a_model_that_is_not_the_one_timed_counts_as_unmeasured() -> 
     assert comparable_quality(variant("fp16", quality=quality(task("piqa"))), arm("int8", 0.004))  # type: ignore[arg-type]
     with pytest.raises(UnmeasuredError, match=r"different models: llama_cpp against transformers"):
         comparable_quality(variant("fp16", quality=quality(task("piqa"))), arm("int8", 0.3))  # type: ignore[arg-type]
+    with pytest.raises(UnmeasuredError, match=r"0\.05 nats in the mean and 0\.5 at p99 are rounding"):
+        comparable_quality(
+            variant("fp16", quality=quality(task("piqa"))),
+            arm("int8", 0.004, p99_nats=0.6),  # type: ignore[arg-type]
+        )

@@ -57,6 +57,10 @@ class Bits:
     def other_bytes_per_weight(self) -> float:
         return 2.0
 
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        del columns, is_head
+        return None
+
 
 FP16, INT8, INT4 = Bits(16), Bits(8), Bits(4, 128)
 
@@ -69,6 +73,27 @@ def test_a_tied_head_is_counted_once() -> None:
     llama = shape_facts(TINY_LLAMA)
     assert llama.parameters == 56_256
     assert weight_bytes(llama, quantizer=FP16).on_disk == 112_512
+
+
+class QuantizedTables(Bits):
+    """Embedding in half a byte a weight, the head in one."""
+
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        del columns
+        return 1.0 if is_head else 0.5
+
+
+def test_tables_that_are_quantized_too_count_at_their_own_width() -> None:
+    untied = shape_facts({**TINY_LLAMA, "tie_word_embeddings": False})
+    tied = shape_facts({**TINY_LLAMA, "tie_word_embeddings": True})
+    for facts, saved in (
+        (untied, 1.5 * untied.embedding_weights + untied.head_weights),
+        (tied, tied.embedding_weights),
+    ):
+        assert facts.embedding_weights > 0
+        plain, own = (weight_bytes(facts, quantizer=kind(16)) for kind in (Bits, QuantizedTables))
+        assert plain.on_disk - own.on_disk == saved
+        assert plain.resident - own.resident == saved
 
 
 def test_an_untied_embedding_is_resident_but_not_read() -> None:

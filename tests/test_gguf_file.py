@@ -63,7 +63,7 @@ def read(folder: Path, content: bytes) -> GgufHeader:
     return read_gguf(path)
 
 
-def test_metadata_tensors_and_their_places_are_read(tmp_path: Path) -> None:
+def test_metadata_and_tensors_are_read(tmp_path: Path) -> None:
     header = read(tmp_path, gguf())
     assert header.version == 3
     assert header.architecture == "llama"
@@ -74,8 +74,6 @@ def test_metadata_tensors_and_their_places_are_read(tmp_path: Path) -> None:
     embedding, norm = header.tensors.values()
     assert (embedding.dtype, embedding.shape, embedding.size_bytes) == ("Q8_0", (3, 32), 3 * 34)
     assert (norm.dtype, norm.shape, norm.size_bytes) == ("F32", (32,), 128)
-    data_start = (tmp_path / "model.gguf").stat().st_size - 256
-    assert list(header.positions.values()) == [data_start, data_start + 128]
 
 
 def test_a_file_of_the_reference_writer_is_read_as_its_reader_reads_it(tmp_path: Path) -> None:
@@ -101,7 +99,6 @@ def test_a_file_of_the_reference_writer_is_read_as_its_reader_reads_it(tmp_path:
         assert found.shape == tuple(int(size) for size in reversed(entry.shape))
         assert found.dtype == entry.tensor_type.name
         assert found.size_bytes == entry.n_bytes
-        assert header.positions[entry.name] == entry.data_offset
 
 
 def test_block_sizes_and_numbers_are_the_references() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("xllamacpp", reason="the optional extra llama-cpp is not installed")
 
 from pipeline.capacity_probe import CapacityRequest
 from pipeline.capacity_stage import measure_capacity
@@ -15,14 +14,17 @@ from pipeline.engines.llama_cpp import LlamaCpp, LlamaCppSession
 from pipeline.engines.transformers import TransformersSession
 from pipeline.errors import CheckpointError, StageError
 from pipeline.footprint import kv_bytes, shape_facts
-from pipeline.llama_library import KNOWN_VERSION
+from pipeline.llama_library import KNOWN_VERSION, load_library
 from pipeline.process_memory import private_bytes_now, private_memory_limit
 from pipeline.quantizers.gguf import Gguf
 from pipeline.quantizers.native import Native
 from pipeline.speed_results import SpeedShape
-from pipeline.stages import RunnableCheckpoint, SpeedRequest, SpeedSession
-from tests.tiny_gguf import llama, write_gguf
+from pipeline.stages import QualityStageRequest, RunnableCheckpoint, SpeedRequest, SpeedSession, quality
+from tests.gguf_samples import llama as gguf_source
+from tests.quality_tasks import CHOICES, questions, request_for, write_task
+from tests.tiny_gguf import llama, needs_llama_cpp, write_gguf
 
+pytestmark = needs_llama_cpp
 NEW_TOKENS = 20
 PROMPTS = [
     [5, 9, 33, 77, 2, 6, 100, 40, 3, 11, 12, 13],
@@ -173,7 +175,7 @@ def test_execution_says_what_ran(session: LlamaCppSession) -> None:
     assert KNOWN_VERSION in session.execution
     assert "1 thread(s)" in session.execution
     assert "F16 KV cache" in session.execution
-    assert "AVX2" in session.execution
+    assert load_library().features() in session.execution
 
 
 # --- what it refuses -------------------------------------------------------------------------------------
@@ -195,6 +197,8 @@ def test_a_missing_or_damaged_file_is_named_with_the_reason(folder: Path, tmp_pa
 
 
 def test_a_gpu_is_refused_where_the_wheel_has_none() -> None:
+    if load_library().functions.llama_supports_gpu_offload():
+        pytest.skip("the installed wheel runs on GPUs")
     problems = LlamaCpp().check(device="cuda")
     assert len(problems) == 1
     assert "CPU only" in problems[0].what
@@ -279,3 +283,47 @@ def test_the_search_ends_at_the_most_sequences_that_llama_cpp_runs(folder: Path,
     result = measure_capacity(request, log=tmp_path / "log", progress=lambda _: None)
     assert (result.measured_sequences, result.limited_by) == (256, "ceiling")
     assert result.because == "engine llama_cpp runs at most 256 sequences at once"
+
+
+# --- quality ---------------------------------------------------------------------------------------------
+
+
+def test_quality_is_scored_after_the_timed_engine_has_agreed_with_the_one_that_scores(tmp_path: Path) -> None:
+    quantizer, out = Gguf(type="q8_0"), tmp_path / "out"
+    out.mkdir()
+    quantizer.quantize(gguf_source(tmp_path / "source", initializer_range=0.2), out, device="cpu")
+    write_task(tmp_path, "quiz", CHOICES, questions(3))
+    asked = QualityStageRequest(
+        checkpoint=RunnableCheckpoint(
+            folder=str(out), quantizer=quantizer, engine=LlamaCpp(threads=1), device="cpu"
+        ),
+        compute_dtype="float32",
+        quality=request_for(tmp_path, "quiz"),
+    )
+    told: list[str] = []
+    result = quality(asked, progress=told.append)
+    assert (result.engine, result.tasks["quiz"].documents) == ("transformers", 3)
+    agreement = result.agreement
+    assert agreement is not None
+    assert agreement.holds, agreement.text
+    assert (agreement.engine, agreement.reference_engine) == ("llama_cpp", "transformers")
+    assert 0 < agreement.kl_mean_nats < 0.01
+    assert told[:3] == ["loading into llama_cpp", "loading", "comparing llama_cpp with transformers"]
+
+
+def test_an_engine_that_cannot_open_a_checkpoint_costs_no_evaluation(folder: Path, tmp_path: Path) -> None:
+    """The file can't even be read by transformers: it isn't touched before the timed engine has failed."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "model.gguf").write_bytes(b"GGUF")
+    asked = QualityStageRequest(
+        checkpoint=RunnableCheckpoint(
+            folder=str(broken), quantizer=Gguf(type="f16"), engine=LlamaCpp(threads=1), device="cpu"
+        ),
+        compute_dtype="float32",
+        quality=request_for(tmp_path, "missing"),
+    )
+    told: list[str] = []
+    with pytest.raises(CheckpointError):
+        quality(asked, progress=told.append)
+    assert told == ["loading into llama_cpp"]

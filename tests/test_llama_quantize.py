@@ -18,7 +18,9 @@ from pipeline.gguf_file import GGUF_NAME, read_gguf
 from pipeline.llama_quantize import PROGRAM, quantize_file, tool_problems
 from pipeline.quantizers.gguf import Gguf
 from pipeline.stage_keys import quantize_key
+from pipeline.store import file_sha256
 from tests.gguf_samples import SOURCE, difference, llama, manifest_of
+from tests.tiny_gguf import needs_llama_cpp
 
 
 @pytest.fixture
@@ -94,7 +96,8 @@ def test_without_the_program_the_python_package_is_called(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert tool_problems(None) == ()
-    quantize_file(tmp_path / "in", tmp_path / "made", mixture="Q4_K_M", importance_matrix=None)
+    note = quantize_file(tmp_path / "in", tmp_path / "made", mixture="Q4_K_M", importance_matrix=None)
+    assert note.startswith("K types by llama-cpp-python ")
     assert (tmp_path / "made").read_bytes() == b"weights"
     with pytest.raises(StageError, match="failed"):
         quantize_file(tmp_path / "in", tmp_path / "other", mixture="Q6_K", importance_matrix=None)
@@ -104,8 +107,11 @@ needs_program = pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"{PROG
 
 
 @needs_program
+@needs_llama_cpp
 @pytest.mark.parametrize("name", ["q8_0", "q5_1", "q4_0"])
 def test_a_file_is_the_one_that_llama_cpp_s_own_quantizer_makes(name: str, tmp_path: Path, out: Path) -> None:
+    import gguf as reference
+
     source = llama(tmp_path / "wide", hidden_size=256, intermediate_size=288, tie_word_embeddings=False)
     Gguf(type="f16").quantize(source, out, device="cpu")
     command = [PROGRAM, str(out / GGUF_NAME), str(tmp_path / "theirs.gguf"), name.upper(), "1"]
@@ -114,7 +120,7 @@ def test_a_file_is_the_one_that_llama_cpp_s_own_quantizer_makes(name: str, tmp_p
     found = []
     for path in (out / GGUF_NAME, tmp_path / "theirs.gguf"):
         header, content = read_gguf(path), path.read_bytes()
-        begins = header.positions
+        begins = {entry.name: int(entry.data_offset) for entry in reference.GGUFReader(path).tensors}
         data = {
             tensor: (info.dtype, content[begins[tensor] : begins[tensor] + info.size_bytes])
             for tensor, info in header.tensors.items()
@@ -136,6 +142,19 @@ def test_k_types_by_llama_cpp_s_own_tool(name: str, tmp_path: Path, out: Path) -
     facts = shape_facts(json.loads((source / "config.json").read_text("utf-8")))
     predicted = weight_bytes(facts, quantizer=quantizer).on_disk
     assert manifest.weight_bytes_on_disk == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.usefixtures("fake_program")
+def test_another_program_in_the_same_place_makes_another_checkpoint_and_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / PROGRAM
+    k_type, blocks = Gguf(type="q4_k_m"), Gguf(type="q4_0")
+    before = [quantize_key(source=SOURCE, quantizer=one) for one in (k_type, blocks)]
+    program.write_text(program.read_text() + 'echo "main: build = 9000 (0abc123)" >&2\n')
+    after = [quantize_key(source=SOURCE, quantizer=one) for one in (k_type, blocks)]
+    assert (before[0] != after[0], before[1] == after[1]) == (True, True)
+    (tmp_path / "in").write_bytes(b"weights")
+    note = quantize_file(tmp_path / "in", tmp_path / "made", mixture="Q4_K_M", importance_matrix=None)
+    assert note == f"K types by {PROGRAM} build 9000 (0abc123), SHA-256 {file_sha256(program)}"
 
 
 def test_an_importance_matrix_is_for_k_types_and_named_from_the_root() -> None:

@@ -26,6 +26,7 @@ from pipeline.quantizers.base import StoredBytes
 from pipeline.quantizers.gguf import Gguf
 from tests.gguf_samples import difference, llama, manifest_of
 from tests.quantizer_samples import GATE, edited
+from tests.tiny_gguf import needs_llama_cpp
 from tests.tiny_models import write_fallback_tokenizer, write_llama, write_mixtral
 
 FLOATS = (Gguf(type="f16"), Gguf(type="bf16"))
@@ -72,6 +73,7 @@ def test_a_16_bit_file_holds_the_very_weights_of_a_16_bit_source(
     assert not hasattr(model.config, "quantization_config")
 
 
+@needs_llama_cpp
 def test_fewer_bits_are_farther_from_the_source_and_smaller(source: Path, tmp_path: Path) -> None:
     errors, sizes = {}, {}
     for quantizer in BLOCKS:
@@ -89,6 +91,7 @@ def test_fewer_bits_are_farther_from_the_source_and_smaller(source: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+@needs_llama_cpp
 def test_blocks_are_byte_for_byte_those_of_the_reference(name: str) -> None:
     import gguf
     import numpy
@@ -119,6 +122,7 @@ def test_bf16_rounds_as_torch_does() -> None:
     ],
     ids=["tied", "untied", "wide", "odd"],
 )
+@needs_llama_cpp
 def test_predicted_bytes_are_those_in_the_file(shape: dict[str, Any], tmp_path: Path) -> None:
     source = llama(tmp_path / "source", **shape)
     facts = shape_facts(json.loads((source / "config.json").read_text("utf-8")))
@@ -136,6 +140,7 @@ def test_predicted_bytes_are_those_in_the_file(shape: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("quantizer", BLOCKS, ids=lambda value: value.type)
+@needs_llama_cpp
 def test_every_block_weight_is_quantized_and_counted_by_the_models_names(
     quantizer: Gguf, source: Path, out: Path
 ) -> None:
@@ -148,6 +153,7 @@ def test_every_block_weight_is_quantized_and_counted_by_the_models_names(
     assert manifest.precision == {"8": "int8", "5": "int5", "4": "int4"}[quantizer.type[1]]
 
 
+@needs_llama_cpp
 def test_the_head_keeps_more_bits_and_norms_stay_fp32(tmp_path: Path, out: Path) -> None:
     source = llama(tmp_path / "source", hidden_size=256, tie_word_embeddings=False)
     notes = Gguf(type="q4_0").quantize(source, out, device="cpu")
@@ -159,6 +165,7 @@ def test_the_head_keeps_more_bits_and_norms_stay_fp32(tmp_path: Path, out: Path)
     assert "F32" in notes[0]
 
 
+@needs_llama_cpp
 def test_the_config_says_the_type_that_weights_are_computed_in(tmp_path: Path) -> None:
     source = llama(tmp_path / "source", dtype="bfloat16")
     for name, dtype in (("f16", "float16"), ("q8_0", "bfloat16")):
@@ -188,6 +195,7 @@ def test_a_tied_head_that_the_source_saved_twice_is_written_once(
     assert difference(quantizer.load(out, device="cpu", compute_dtype="float32"), source) < 1e-6
 
 
+@needs_llama_cpp
 def test_experts_that_lie_in_one_tensor_are_counted_one_by_one(tmp_path: Path, out: Path) -> None:
     source = write_fallback_tokenizer(write_mixtral(tmp_path / "mixtral"), tokens=300)
     quantizer = Gguf(type="q8_0")
@@ -244,6 +252,7 @@ def test_only_blocks_are_multiplied_as_integers() -> None:
 
 @pytest.mark.parametrize("quantizer", [Gguf(type="f16"), Gguf(type="q4_0")], ids=lambda value: value.type)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@needs_llama_cpp
 def test_a_weight_that_is_no_number_is_refused_by_name(
     quantizer: Gguf, value: float, source: Path, tmp_path: Path, out: Path
 ) -> None:
@@ -255,6 +264,7 @@ def test_a_weight_that_is_no_number_is_refused_by_name(
         quantizer.quantize(bad, out, device="cpu")
 
 
+@needs_llama_cpp
 def test_weights_beyond_fp16_are_refused_where_they_would_become_infinite(tmp_path: Path, out: Path) -> None:
     import torch
 
@@ -273,6 +283,7 @@ def test_weights_beyond_fp16_are_refused_where_they_would_become_infinite(tmp_pa
     assert model.get_parameter(GATE)[0, 0] == torch.tensor(70_000.0).bfloat16().float()
 
 
+@needs_llama_cpp
 def test_rows_that_are_not_whole_blocks_stay_fp16_and_lose_the_label(tmp_path: Path, out: Path) -> None:
     source = llama(tmp_path / "odd", hidden_size=72, num_attention_heads=4, intermediate_size=100)
     quantizer = Gguf(type="q4_0")
@@ -316,6 +327,26 @@ def test_random_weights_are_refused_before_a_run(source: Path) -> None:
     config = json.loads((source / "config.json").read_text("utf-8"))
     (problem,) = Gguf(type="q4_0").model_problems(config, weights="random")
     assert "folder" in problem.fix
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_problem_until_its_file_changes(
+    source: Path, tmp_path: Path
+) -> None:
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    folder = write_llama(tmp_path / "broken")
+    path = folder / "tokenizer.json"
+    whole = path.read_text("utf-8")
+    content = json.loads(whole)
+    content["model"]["merges"] = [["no", "such"]]
+    path.write_text(json.dumps(content), "utf-8")
+    for _ in range(2):
+        (problem,) = Gguf(type="q8_0").model_problems(config, weights="trained", folder=folder)
+        assert str(path) in problem.what
+        assert "can't be read as a tokenizer" in problem.what
+        assert "fetch the tokenizer's files again" in problem.fix
+    path.write_text(whole, "utf-8")
+    (problem,) = Gguf(type="q8_0").model_problems(config, weights="trained", folder=folder)
+    assert "way of splitting text" in problem.what
 
 
 def test_a_tokenizer_of_an_unknown_kind_is_told_before_and_refused(
@@ -371,6 +402,7 @@ def test_a_gguf_with_more_than_the_model_is_refused(tmp_path: Path, out: Path) -
 # --- a quiet converter, and the right one ----------------------------------------------------------------
 
 
+@needs_llama_cpp
 def test_the_converter_prints_nothing_and_leaves_no_trace(
     source: Path, out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +415,7 @@ def test_the_converter_prints_nothing_and_leaves_no_trace(
     ]
 
 
+@needs_llama_cpp
 def test_progress_is_told_in_bytes_and_ends_with_all_of_them(source: Path, out: Path) -> None:
     told: list[str] = []
     Gguf(type="q4_0").quantize(source, out, device="cpu", progress=told.append)
@@ -405,5 +438,6 @@ def test_a_gguf_package_that_another_distribution_overwrote_is_noticed(tmp_path:
     assert overwritten_files(metadata.Distribution.at(info)) == ("gguf/older.py", "gguf/gone.py")
 
 
+@needs_llama_cpp
 def test_everything_is_there_to_write_every_type_but_k_types() -> None:
     assert all(quantizer.check(device="cpu") == () for quantizer in (*FLOATS, *BLOCKS))

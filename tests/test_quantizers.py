@@ -31,6 +31,7 @@ from tests.quantizer_samples import (
     PACKAGE,
     WITH_CONV1D,
     Written,
+    edited,
     every_quantizer,
     name_of,
     quantizing,
@@ -289,8 +290,22 @@ def test_fewer_bits_mean_fewer_bytes(written: Written) -> None:
 
 
 def test_only_what_quantizes_activations_multiplies_integers() -> None:
-    assert [quantizer for quantizer in EVERY if quantizer.integer_arithmetic] == [
+    assert {quantizer for quantizer in (*EVERY, DynamicInt8()) if quantizer.integer_arithmetic} == {
         Bitsandbytes(type="int8"),
         DynamicInt8(),
         Torchao(weights="int8_dynamic"),
-    ]
+    }
+
+
+@pytest.mark.parametrize("write", [write_llama, write_moe], ids=["streamed", "as a whole"])
+def test_scales_that_quanto_had_to_raise_are_counted_in_the_notes(
+    write: Callable[..., Path], tmp_path: Path, out: Path
+) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def shrink(weights: dict[str, Any]) -> None:
+        weights[name][4:6] = 1e-6
+
+    source = edited(write(tmp_path / "source", dtype="float16"), tmp_path / "edited", shrink)
+    notes = Quanto(weights="int8").quantize(source, out, device="cpu")
+    assert notes[0] == "2 scales below the smallest 16-bit number were raised to it"

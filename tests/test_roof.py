@@ -46,6 +46,10 @@ class EveryWeight:
     def other_bytes_per_weight(self) -> float:
         return self.bytes_each
 
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        del columns, is_head
+        return None
+
     def predicted_parts(self, out_features: int, in_features: int) -> StoredBytes:
         return StoredBytes(packed=round(self.bytes_each * out_features * in_features))
 

@@ -119,6 +119,20 @@ def test_a_baseline_held_in_float32_is_no_measure_for_memory() -> None:
         assert finding.outcome == "pass"
 
 
+def test_peaks_of_two_engines_are_no_measure_for_each_other() -> None:
+    candidate = build.variant("int8", speed=build.speed("int8", engine="llama_cpp"))
+    finding = one(MaxMemory(fraction=0.9, of="peak"), candidate)
+    assert finding.outcome == "missing"
+    assert "fp16 ran on transformers, int8 on llama_cpp; compare of: resident" in finding.because
+    assert one(MaxMemory(fraction=0.9, of="peak"), build.variant("int8")).outcome == "pass"
+    for rule in (
+        MaxMemory(fraction=0.9),
+        MaxMemory(fraction=0.9, of="on_disk"),
+        MaxMemory(bytes=10**12, of="peak"),
+    ):
+        assert one(rule, candidate).outcome == "pass"
+
+
 def test_prefill_speedup_reads_the_prefill_rate() -> None:
     times = Distribution.of([128 / 300] * 3)
     rows = [build.speed_row(1, 40.0, prefill_tokens_per_s=300.0, ttft_s=times)]

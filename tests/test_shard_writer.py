@@ -57,6 +57,14 @@ def test_every_type_and_shape_is_read_back_by_safetensors_as_it_was_given(tmp_pa
     assert list(read_header(path)) == list(given)
 
 
+def test_room_for_what_a_file_says_once_is_kept_once_however_many_names_there_are() -> None:
+    names = [f"layers.{layer}.weight" for layer in range(1000)]
+    plain = header_room(names, parts=2, metadata_bytes=30)
+    room = header_room(names, parts=2, metadata_bytes=30, file_metadata_bytes=50_000)
+    assert 50_000 <= room - plain < 50_008
+    assert room % 8 == 0
+
+
 def test_tensor_data_starts_at_a_multiple_of_eight(tmp_path: Path) -> None:
     for parts in (1, 2, 3):
         path = tmp_path / f"{parts}.safetensors"

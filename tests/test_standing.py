@@ -21,6 +21,7 @@ from pipeline.cli import _parser
 from pipeline.commands import PLUGIN_PACKAGES
 from pipeline.plugins import kinds, plugin_class
 from pipeline.recipe import ExpandedRecipe, load_recipe
+from pipeline.stage_keys import code_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pipeline"
@@ -148,6 +149,75 @@ def test_a_package_is_used_where_it_belongs(package: str, allowed: str) -> None:
 
 def test_no_code_of_a_model_s_own_is_ever_trusted() -> None:
     assert not [path for path in PACKAGE.rglob("*.py") if "trust_remote_code" in path.read_text("utf-8")]
+
+
+# --- stored results --------------------------------------------------------------------------------------
+
+NOTHING_IS_COMPUTED = {
+    *("values", "errors", "progress", "packages", "store", "measured"),
+    *("results", "speed_results", "capacity_results", "serving_results"),
+}
+WRITES_CHECKPOINTS = {
+    *("checkpoint", "coverage", "gguf_conversion", "gguf_converter", "llama_quantize", "shard_writer"),
+    *("tensor_stream", "stored_names"),
+}
+"""What these do is in the manifest, whose content is in the keys of all that run a checkpoint."""
+DESCRIBES_THE_MACHINE = {"hardware", "data_sheet", "processor"}
+"""What they find is in the machine's fingerprint."""
+SERVES = {"paged_session", "scheduler", "step_times", "traffic", "activations"}
+"""Continuous batching, and the memory of a prefill as capacity is predicted from."""
+
+
+def keyed(stage: str) -> set[str]:
+    names = code_names(stage)
+    return {
+        name for name in modules() if f"{name.replace('.', '/')}.py" in names or name.split(".")[0] in names
+    }
+
+
+def behind(roots: set[str], *, apart: set[str]) -> set[str]:
+    """The modules that `roots` import, and those that these import; nothing of or behind `apart`."""
+    found: set[str] = set()
+    left = set(roots)
+    while left:
+        name = left.pop()
+        found.add(name)
+        left |= pipeline_imports(name) - apart - found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "plugins", "apart"),
+    [
+        ("quantize", {"quantizers"}, DESCRIBES_THE_MACHINE),
+        (
+            "random-weights",
+            {"quantizers"},
+            WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | {"process_memory", "llama_library"},
+        ),
+        ("speed", {"quantizers", "engines"}, WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | SERVES),
+        (
+            "serving",
+            {"quantizers", "engines"},
+            WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | {"traffic", "activations"},
+        ),
+        (
+            "capacity",
+            {"quantizers", "engines"},
+            WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | {"traffic", "step_times"},
+        ),
+        ("quality", {"quantizers", "engines"}, WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | SERVES),
+    ],
+)
+def test_a_stage_s_key_holds_the_code_of_what_it_runs(stage: str, plugins: set[str], apart: set[str]) -> None:
+    roots = {name for name in modules() if name.split(".")[0] in plugins}
+    missing = behind(roots, apart=apart | NOTHING_IS_COMPUTED) - keyed(stage)
+    assert not missing, f"a change of {sorted(missing)} would leave stored results of {stage} in use"
+
+
+def test_keys_name_files_that_there_are() -> None:
+    for stage in ("random-weights", "quantize", "speed", "serving", "capacity", "quality"):
+        assert all((PACKAGE / name).exists() for name in code_names(stage))
 
 
 # --- the code --------------------------------------------------------------------------------------------

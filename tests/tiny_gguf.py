@@ -9,6 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pipeline.llama_library import library_problems
+
+UNUSABLE = "; ".join(problem.what for problem in library_problems(device="cpu"))
+needs_llama_cpp = pytest.mark.skipif(bool(UNUSABLE), reason=UNUSABLE)
+"""Skips where llama.cpp's library is missing, of another version, or built for another processor."""
+
 _PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

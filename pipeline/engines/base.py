@@ -202,6 +202,11 @@ class Engine(Value, ABC):
         return ()
 
     @property
+    def serves(self) -> bool:
+        """Whether its sessions batch continuously over a paged cache."""
+        return False
+
+    @property
     def fills_device(self) -> bool:
         """Whether a session takes the device's memory for itself, so that no other variant fits beside it."""
         return False

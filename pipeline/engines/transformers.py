@@ -61,6 +61,11 @@ class Transformers(Engine):
         del device
         return missing_packages("torch", "transformers")
 
+    @property
+    def serves(self) -> bool:
+        """Yes."""
+        return True
+
     def refuses(self, quantizer: Quantizer) -> str | None:
         """It runs what transformers keeps as stored; a GGUF file it only dequantizes."""
         if quantizer.kind == "gguf":
@@ -75,14 +80,12 @@ class Transformers(Engine):
         import transformers.modeling_utils  # noqa: F401
 
     def kv_element_bytes(self, quantizer: Quantizer) -> int:
-        """The arithmetic's type, or the checkpoint's own 32 or 16 bits."""
-        if self.compute_dtype == "auto":
-            return 4 if quantizer.precision == "fp32" else 2
-        return 4 if self.compute_dtype == "float32" else 2
+        """Of the arithmetic's type."""
+        return computed_bytes(self.compute_dtype, precision=quantizer.precision)
 
     def float_bytes(self) -> int | None:
-        """Weights are cast to a wider type than they are stored in."""
-        return 4 if self.compute_dtype == "float32" else None
+        """Those of a wider type than weights are stored in."""
+        return cast_bytes(self.compute_dtype)
 
     def predicted_peak(self, checkpoint: Path, *, prompt_tokens: int, new_tokens: int) -> PeakPrediction:
         """By running the model on tensors without data."""
@@ -374,6 +377,17 @@ def _check_state(model_type: str, cache: Any, *, padded_singly: bool) -> None:
             f"{model_type!r} keeps recurrent state, for which transformers doesn't pad prompts or cut them into "
             "chunks reliably: use prompts of one length, whole"
         )
+
+
+def computed_bytes(compute_dtype: str, *, precision: str) -> int:
+    """Bytes of a float that is computed with; "auto" is the checkpoint's own 32 or 16 bits."""
+    is_wide = precision == "fp32" if compute_dtype == "auto" else compute_dtype == "float32"
+    return 4 if is_wide else 2
+
+
+def cast_bytes(compute_dtype: str) -> int | None:
+    """Bytes of the floats that 16-bit weights are cast to on loading; None where they stay."""
+    return 4 if compute_dtype == "float32" else None
 
 
 def stored_dtype(checkpoint: Path) -> str:

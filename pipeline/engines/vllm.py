@@ -16,7 +16,7 @@ from pipeline.capacity_results import PeakPrediction
 from pipeline.checkpoint import tokenizer_tokens
 from pipeline.device_runtime import DeviceRuntime, device_runtime
 from pipeline.engines.base import Engine
-from pipeline.engines.transformers import stored_dtype
+from pipeline.engines.transformers import cast_bytes, computed_bytes, stored_dtype
 from pipeline.errors import StageError
 from pipeline.packages import installed_version
 from pipeline.quantizers.base import Quantizer
@@ -70,6 +70,11 @@ class Vllm(Engine):
         what = f"vLLM reads {quantizer.kind} checkpoints with the package {package}, which is not installed"
         return (Problem(what=what, fix=f"pip install {package}"),)
 
+    @property
+    def serves(self) -> bool:
+        """Yes."""
+        return True
+
     def refuses(self, quantizer: Quantizer) -> str | None:
         """It loads plain safetensors and those of torchao and bitsandbytes."""
         if quantizer.kind in READS:
@@ -88,14 +93,12 @@ class Vllm(Engine):
         return True
 
     def kv_element_bytes(self, quantizer: Quantizer) -> int:
-        """The arithmetic's type, or the checkpoint's own 32 or 16 bits."""
-        if self.compute_dtype == "auto":
-            return 4 if quantizer.precision == "fp32" else 2
-        return 4 if self.compute_dtype == "float32" else 2
+        """Of the arithmetic's type."""
+        return computed_bytes(self.compute_dtype, precision=quantizer.precision)
 
     def float_bytes(self) -> int | None:
-        """Weights are cast to a wider type than they are stored in."""
-        return 4 if self.compute_dtype == "float32" else None
+        """Those of a wider type than weights are stored in."""
+        return cast_bytes(self.compute_dtype)
 
     def cache_tokens(self, tokens: int) -> int:
         """In whole blocks."""

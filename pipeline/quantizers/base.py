@@ -205,6 +205,15 @@ class Quantizer(Value, ABC):
     def other_bytes_per_weight(self) -> float:
         """Bytes of each weight that stays unquantized (embedding, norms, an unquantized head)."""
 
+    def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float | None:
+        """Bytes of each weight of a table with rows of `columns` where it is quantized too, in a file and in memory.
+
+        The table is the embedding's or the head's; `is_head` holds for the embedding where that is the head too.
+        None where it stays unquantized.
+        """
+        del columns, is_head
+        return None
+
     def input_files(self) -> tuple[Path, ...]:
         """Files, beside the source, whose content decides what is written."""
         return ()

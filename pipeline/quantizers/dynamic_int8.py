@@ -18,7 +18,6 @@ Figures: docs/decisions/0016-int8-activations-in-two-pieces.md.
 from __future__ import annotations
 
 import platform
-import re
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -37,6 +36,7 @@ from pipeline.linear_layers import (
     row_blocks,
     stored_types,
 )
+from pipeline.processor import processor_flags
 from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.results import Problem
@@ -100,7 +100,7 @@ class DynamicInt8(Quantizer):
                 *problems,
                 Problem(what=f"dynamic_int8 runs on x86 CPUs only, not on {device!r}", fix=_INSTEAD),
             )
-        return problems + cpu_problems(platform.machine(), _cpu_flags())
+        return problems + cpu_problems(platform.machine(), processor_flags())
 
     def quantize(
         self, source_folder: Path, out: Path, *, device: str, progress: Tell = silent
@@ -198,24 +198,13 @@ class DynamicInt8(Quantizer):
 # --- the CPU ---------------------------------------------------------------------------------------------
 
 
-def cpu_problems(machine: str, flags: frozenset[str] | None) -> tuple[Problem, ...]:
-    """What is missing of a CPU: `machine` as `platform.machine()` has it, `flags` None where they can't be read."""
+def cpu_problems(machine: str, flags: frozenset[str]) -> tuple[Problem, ...]:
+    """What is missing of a CPU: `machine` as `platform.machine()` has it, `flags` empty where they can't be read."""
     if machine.lower() not in ("x86_64", "amd64"):
         return (Problem(what=f"dynamic_int8 needs an x86 CPU; this one is {machine}", fix=_INSTEAD),)
-    if flags is not None and "avx2" not in flags:
+    if flags and "avx2" not in flags:
         return (Problem(what="dynamic_int8 needs a CPU with AVX2; this one has none", fix=_INSTEAD),)
     return ()
-
-
-@cache
-def _cpu_flags() -> frozenset[str] | None:
-    """What Linux says of the CPU's instructions; None elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
-    except OSError:
-        return None
-    line = re.search(r"^flags\s*:(.*)$", text, flags=re.MULTILINE)
-    return frozenset(line[1].split()) if line else None
 
 
 def packed_bytes(out_features: int, in_features: int, *, flags: frozenset[str] | None = None) -> int:
@@ -223,7 +212,7 @@ def packed_bytes(out_features: int, in_features: int, *, flags: frozenset[str] |
 
     `flags` are the CPU's instructions, by default this one's. Block sizes: FBGEMM, PackingTraits-inl.h (KCB, NCB).
     """
-    flags = flags or _cpu_flags() or frozenset()
+    flags = processor_flags() if flags is None else flags
     block_in, block_out = (512, 8)
     if "avx512_vnni" in flags:
         block_in, block_out = (512, 48)

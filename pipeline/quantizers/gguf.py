@@ -26,14 +26,13 @@ from pipeline.gguf_file import (
     BLOCK_TYPES,
     FILE_TYPES,
     GGUF_NAME,
-    GgufHeader,
     read_gguf,
     stored_bytes,
 )
 from pipeline.gguf_names import named_tensors
 from pipeline.gguf_reading import load_dequantized
 from pipeline.llama_library import library_problems
-from pipeline.llama_quantize import quantize_file, tool_problems
+from pipeline.llama_quantize import program_file, quantize_file, tool_problems
 from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
 from pipeline.results import Problem
@@ -149,8 +148,11 @@ class Gguf(Quantizer):
         progress: Tell = silent,
     ) -> tuple[str, ...]:
         """Convert and encode tensor by tensor; see the base class."""
+        made_by: tuple[str, ...] = ()
         if self.type in _MIXTURES:
-            header = self._write_mixture(source_folder, out, progress=progress)
+            made_by = (self._write_mixture(source_folder, out, progress=progress),)
+            header = read_gguf(out / GGUF_NAME)
+            check_vocabulary(source_folder, header, where=out / GGUF_NAME)
         else:
             header = write_gguf(source_folder, out / GGUF_NAME, type_name=self._main_type, progress=progress)
         own = check_source(source_folder).dtype
@@ -160,21 +162,20 @@ class Gguf(Quantizer):
             copy_config(source_folder, out, dtype=_FLOAT_TYPES.get(self.type, computed))
             notes = copy_side_files(source_folder, out)
         matrix = (f"importance matrix of SHA-256 {file_sha256(self._matrix)}",) if self._matrix else ()
-        return (_types_note(header.tensors), *matrix, *notes)
+        return (_types_note(header.tensors), *made_by, *matrix, *notes)
 
-    def _write_mixture(self, source_folder: Path, out: Path, *, progress: Tell) -> GgufHeader:
-        """Through a file in the source's own type, which is removed again."""
+    def _write_mixture(self, source_folder: Path, out: Path, *, progress: Tell) -> str:
+        """Through a file in the source's own type, which is removed again; returns which tool did it."""
         between = out / _SIXTEEN_BIT_NAME
         stored = {"bfloat16": "BF16", "float16": "F16"}.get(check_source(source_folder).dtype, "F32")
         try:
             write_gguf(source_folder, between, type_name=stored, progress=progress)
             progress("llama.cpp quantizes")
-            quantize_file(between, out / GGUF_NAME, mixture=self.type.upper(), importance_matrix=self._matrix)
+            return quantize_file(
+                between, out / GGUF_NAME, mixture=self.type.upper(), importance_matrix=self._matrix
+            )
         finally:
             between.unlink(missing_ok=True)
-        header = read_gguf(out / GGUF_NAME)
-        check_vocabulary(source_folder, header, where=out / GGUF_NAME)
-        return header
 
     def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """Every weight read into `compute_dtype`; for quality, since nothing then is computed as llama.cpp does."""
@@ -223,7 +224,7 @@ class Gguf(Quantizer):
         return 4.0
 
     def table_bytes_per_weight(self, columns: int, *, is_head: bool) -> float:
-        """Bytes of each weight of the embedding, or of the head; see `footprint.StoresTables`."""
+        """Bytes of each weight of the embedding, or of the head, which has a type of its own."""
         block = BLOCK_TYPES[(head_type if is_head else matrix_type)(self._main_type, columns)]
         return block.size_bytes / block.weights
 
@@ -236,8 +237,9 @@ class Gguf(Quantizer):
         return tuple(_stored_weight(name, dtype, shape) for name, (dtype, shape) in tensors.items())
 
     def input_files(self) -> tuple[Path, ...]:
-        """The importance matrix."""
-        return (self._matrix,) if self._matrix else ()
+        """The importance matrix, and the program that makes K types."""
+        program = program_file() if self.type in _MIXTURES else None
+        return tuple(path for path in (self._matrix, program) if path)
 
     @property
     def _matrix(self) -> Path | None:

@@ -18,34 +18,29 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
 from pipeline.errors import CheckpointError
-from pipeline.meta_model import empty_model, parse_config
+from pipeline.linear_layers import empty_on_host, linear_layers, outlined, quantize_layers, stored_types
 from pipeline.progress import Tell, silent
 from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.quanto_weights import (
-    fill_model,
-    freeze,
+    fill_layers,
+    quanto_layers,
     read_weight,
     replace_modules,
-    replaceable,
     stored_parts,
 )
 from pipeline.random_weights import SEED_NAME
 from pipeline.results import Problem
 from pipeline.shard_writer import whole
-from pipeline.stored_names import match_names
-from pipeline.tensor_stream import Converted, stream
+from pipeline.tensor_stream import Converted
 from pipeline.tensorfile import read_json
 from pipeline.weights import (
     cast,
     copy_config,
     copy_side_files,
     keep_types,
-    load_pretrained,
     missing_packages,
-    quiet_transformers,
     ready,
     saving_to,
-    scan_source,
     unquantized_type,
     write_json,
 )
@@ -61,7 +56,7 @@ _QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "fp8": "qfloat8_e4m3fn"}
 _SCALE_BYTES = 2
 _PARTS = 5
 """Tensors of one weight at most: data, scale, shift and two scales of activations."""
-_RAISED = "raised"
+_RAISED = "scales below the smallest 16-bit number were raised to it"
 
 
 def effective_group_size(in_features: int) -> int | None:
@@ -87,6 +82,10 @@ class Quanto(Quantizer):
     def precision(self) -> str:
         """The weights' type."""
         return self.weights
+
+    @property
+    def _quanto_type(self) -> str:
+        return _QUANTO_TYPES[self.weights]
 
     @property
     def compilable(self) -> bool:
@@ -117,66 +116,35 @@ class Quanto(Quantizer):
     ) -> tuple[str, ...]:
         """Each linear weight alone, as long as the file's tensors are the model's; else the whole model in memory."""
         dtype = unquantized_type(check_source(source_folder).dtype, source_folder)
-        model = _outlined(source_folder, dtype=dtype)
-        match = match_names(source_folder, model)
-        if match.because is None:
-            replace_modules(model, replaceable(model), _QUANTO_TYPES[self.weights])
-            streamed = stream(
-                source_folder,
-                out,
-                convert=_Conversion(model, device=device),
-                parts=_PARTS,
-                settings={**self.manifest_block(), "dtype": dtype},
-                progress=progress,
-                left_out=match.left_out,
-            )
-            notes = _raised(streamed.counts.get(_RAISED, 0)) + streamed.notes
-        else:
-            progress("loading the whole model")
-            model, notes = self._quantize_whole(source_folder, out, dtype=dtype, device=device)
-            notes += (f"quantized in memory as a whole, not tensor by tensor: {match.because}",)
+        model = outlined(source_folder, dtype=dtype)
+        notes = quantize_layers(
+            source_folder,
+            out,
+            model=model,
+            convert=_Conversion(model, quanto_type=self._quanto_type, device=device),
+            parts=_PARTS,
+            settings={**self.manifest_block(), "dtype": dtype},
+            device=device,
+            progress=progress,
+        )
+        replace_modules(model, linear_layers(model), self._quanto_type)
         with saving_to(out):
             write_json(out / MAP_NAME, _quantization_map(model))
             copy_config(source_folder, out, dtype=dtype)
             return notes + copy_side_files(source_folder, out)
 
-    def _quantize_whole(
-        self, source_folder: Path, out: Path, *, dtype: str, device: str
-    ) -> tuple[Any, tuple[str, ...]]:
-        """Load at 16 bits, replace one linear weight after the other, save frozen; the model and notes."""
-        import torch
-        from huggingface_hub import save_torch_state_dict
-
-        scan_source(source_folder)
-        model: Any = load_pretrained(source_folder, dtype=getattr(torch, dtype), device_map={"": device})
-        notes = _quantize_modules(model, _QUANTO_TYPES[self.weights])
-        with saving_to(out):
-            save_torch_state_dict(_state_to_save(model), out)
-        return model, notes
-
     def load_stored(self, folder: Path, *, device: str, compute_dtype: str) -> torch.nn.Module:
         """The stored integers with their scales in `compute_dtype` (exact for float32)."""
-        import torch
-        from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         wanted = self._saved_map(folder)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with quiet_transformers(), init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, compute_dtype))
-        replace_modules(model, wanted, _QUANTO_TYPES[self.weights])
-        fill_model(model, folder, device=device, compute_dtype=compute_dtype)
-        return ready(model.to(device), folder=folder, device=device)
+        model = empty_on_host(folder, compute_dtype=compute_dtype)
+        layers = replace_modules(model, wanted, self._quanto_type)
+        fill_layers(model, layers, folder, device=device)
+        return ready(model, folder=folder, device=device)
 
     def outline(self, model: Any, *, compute_dtype: str) -> None:
-        """Linear layers but the head become quanto's; every stored float takes the type of the arithmetic."""
-        import torch
-
-        wanted = getattr(torch, compute_dtype)
-        for tensor in model.state_dict(keep_vars=True).values():
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(wanted)
-        replace_modules(model, replaceable(model), _QUANTO_TYPES[self.weights])
+        """Linear layers but the head become quanto's."""
+        keep_types(model, compute_dtype)
+        replace_modules(model, linear_layers(model), self._quanto_type)
 
     def pack(self, plain: Any, into: Any, *, name: str) -> None:
         """Frozen, taken apart as for a file, and put together as from one, scales in the type of the arithmetic."""
@@ -250,7 +218,7 @@ class Quanto(Quantizer):
             raise CheckpointError(f"{folder}: no {MAP_NAME}; it wasn't saved by quanto")
         saved = read_json(folder / MAP_NAME)
         types = {str(entry.get("weights")) for entry in saved.values()}
-        if saved and types != {_QUANTO_TYPES[self.weights]}:
+        if saved and types != {self._quanto_type}:
             raise CheckpointError(
                 f"{folder}: saved as {', '.join(sorted(types))}, the recipe says {self.weights}. "
                 "Quantize again."
@@ -278,28 +246,14 @@ def _from_parts(
     )
 
 
-def _outlined(folder: Path, *, dtype: str) -> Any:
-    """The folder's model on the meta device, with the types that transformers' loader would give its tensors."""
-    name = str(folder / "config.json")
-    config = parse_config(read_json(folder / "config.json"), source=name).config
-    model = empty_model(config, source=name, dtype=dtype)
-    keep_types(model, dtype)
-    return model
-
-
 class _Conversion:
-    """From a source tensor to what quanto stores of it; `model` is on the meta device, its layers replaced."""
+    """From a source tensor to what quanto stores of it; `model` is on the meta device."""
 
-    def __init__(self, model: Any, *, device: str) -> None:
-        from optimum.quanto.nn import QModuleMixin
-
+    def __init__(self, model: Any, *, quanto_type: str, device: str) -> None:
         self._device = device
-        self._types = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
-        self._modules = {
-            f"{name}.weight": module
-            for name, module in model.named_modules()
-            if isinstance(module, QModuleMixin)
-        }
+        self._types = stored_types(model)
+        layers = quanto_layers(model, linear_layers(model), quanto_type)
+        self._modules = {f"{name}.weight": layer for name, layer in layers.items()}
 
     def __call__(self, name: str, tensor: torch.Tensor) -> Converted:
         import torch
@@ -313,35 +267,6 @@ class _Conversion:
         for scale in ("input_scale", "output_scale"):  # of activations, which stay floats
             made[f"{path}.{scale}"] = torch.ones((), dtype=getattr(module, scale).dtype)
         return Converted(made, counts={_RAISED: raised})
-
-
-def _quantize_modules(model: Any, quanto_type: str) -> tuple[str, ...]:
-    """Replace the weights in place; a layer at a time, so that the peak is one layer above the model."""
-    from optimum.quanto.nn import QModuleMixin
-
-    names = replaceable(model)
-    replace_modules(model, names, quanto_type)
-    raised = 0
-    for name, module in model.named_modules():
-        if isinstance(module, QModuleMixin):
-            raised += freeze(module, name=name)
-    return _raised(raised)
-
-
-def _raised(scales: int) -> tuple[str, ...]:
-    return (f"{scales:,} scales below the smallest 16-bit number were raised to it",) * bool(scales)
-
-
-def _state_to_save(model: Any) -> dict[str, Any]:
-    """Every tensor once: of two names of one storage (a tied head) the first, which is the embedding."""
-    seen: set[int] = set()
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.numel() and tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        state[name] = tensor.cpu()
-    return state
 
 
 def _quantization_map(model: Any) -> dict[str, Any]:

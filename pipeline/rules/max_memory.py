@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.comparison import UnmeasuredError, memory_of, usable_number
+from pipeline.comparison import UnmeasuredError, memory_of, speed_of, usable_number
 from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import ThresholdRule, exactly_one
 
@@ -51,6 +51,8 @@ class MaxMemory(ThresholdRule):
         before = self._bytes(baseline)
         if self.of == "resident":
             _refuse_widened(baseline)
+        if self.of == "peak":
+            _refuse_other_engine(baseline, candidate)
         observed = used / before
         return self.finding(
             "pass" if observed <= self.fraction else "fail",
@@ -82,4 +84,14 @@ def _refuse_widened(baseline: VariantResults) -> None:
         raise UnmeasuredError(
             f"{baseline.name} is held in float32, {memory.weight_bytes_resident:,} bytes for "
             f"{memory.weight_bytes_on_disk:,} on disk; choose a 16-bit compute_dtype, or compare of: on_disk"
+        )
+
+
+def _refuse_other_engine(baseline: VariantResults, candidate: VariantResults) -> None:
+    """UnmeasuredError when peaks hold different libraries: on a CPU a peak is the whole process's, torch and all."""
+    before, after = speed_of(baseline).engine, speed_of(candidate).engine
+    if before != after:
+        raise UnmeasuredError(
+            f"peak memory holds the engine's own libraries, and {baseline.name} ran on {before}, {candidate.name} "
+            f"on {after}; compare of: resident or of: on_disk, or run both on one engine"
         )
