@@ -37,7 +37,7 @@ from pipeline.values import Value
 from scripts.compared_times import Compared, missed, ratio_table, say, verdict, write_comparison
 
 LIMIT, PREFILL_LIMIT = 0.02, 0.05
-PROMPT_TOKENS, NEW_TOKENS = 512, 64
+PROMPT_TOKENS, NEW_TOKENS = 128, 64
 
 
 class Comparison(Value):
