@@ -219,7 +219,7 @@ def test_memory_that_is_refused_is_out_of_memory_and_the_session_lives_on(sessio
     expected = generated(session, PROMPTS)
     session.release()
     with (
-        pytest.raises(MemoryError, match="failed to allocate|bad_alloc"),
+        pytest.raises(MemoryError, match=r"failed to allocate|bad_alloc"),
         private_memory_limit((private_bytes_now() or 0) + 1_000_000),
     ):
         session.prefill([[1, 2, 3]] * 256, new_tokens=8_000)  # more than a heap has left over
