@@ -30,6 +30,7 @@ from pipeline.quantizers.native import Native
 from pipeline.quantizers.quanto import Quanto
 from pipeline.quantizers.torchao import Torchao
 from pipeline.recipe_sections import WayToRun
+from pipeline.results import Problem
 from pipeline.values import Value, digest
 
 ENGINE_RANKING = "engine-ranking"
@@ -203,12 +204,18 @@ def _problems(pair: Pair, *, device: Device, wanted: Wanted) -> Iterator[str]:
         yield f"{pair.engine.kind} has no continuous batching, which the recipe measures"
     if pair.quantizer.kind == "gguf" and wanted.config.get("model_type") not in READ_BACK:
         yield f"the model type {wanted.config.get('model_type')!r} was never seen to come back from a GGUF file"
-    for problem in pair.quantizer.check(device=device.kind):
-        yield problem.what
-    for problem in pair.quantizer.model_problems(wanted.config, weights=wanted.weights, folder=wanted.folder):
-        yield problem.what
-    for problem in (*pair.engine.check(device=device.kind), *pair.engine.needs(pair.quantizer)):
-        yield problem.what
+    lacking = lacks(pair, device=device, config=wanted.config, weights=wanted.weights, folder=wanted.folder)
+    yield from (problem.what for problem in lacking)
+
+
+def lacks(
+    pair: Pair, *, device: Device, config: Mapping[str, Any], weights: str, folder: Path | None
+) -> Iterator[Problem]:
+    """What keeps a pair from storing and running a model here; see `Wanted` for the arguments."""
+    yield from pair.quantizer.check(device=device.kind)
+    yield from pair.quantizer.model_problems(config, weights=weights, folder=folder)
+    yield from pair.engine.check(device=device.kind)
+    yield from pair.engine.needs(pair.quantizer)
 
 
 def _because(pair: Pair, precision: str, *, device: Device, ranking: EngineRanking | None) -> str:

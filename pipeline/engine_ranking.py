@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.best_paths import ENGINE_RANKING, PAIRS, EngineRanking, Pair, RankedPair, ranking_key
+from pipeline.best_paths import ENGINE_RANKING, PAIRS, EngineRanking, Pair, RankedPair, lacks, ranking_key
 from pipeline.checkpoint import check_source
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.footprint import cached_shape_facts, kv_bytes
@@ -92,10 +92,7 @@ def _usable_pairs(device: Device, *, config: Mapping[str, Any], source: Path) ->
     return [
         pair
         for pair in every.values()
-        if not pair.quantizer.check(device=device.kind)
-        and not pair.quantizer.model_problems(config, weights="trained", folder=source)
-        and not pair.engine.check(device=device.kind)
-        and not pair.engine.needs(pair.quantizer)
+        if not any(lacks(pair, device=device, config=config, weights="trained", folder=source))
     ]
 
 
