@@ -25,6 +25,7 @@ from pipeline.results import FileRecord, SourceRecord
 from pipeline.stage_keys import quantize_key
 from pipeline.store import JOURNAL_NAME, Store, write_atomically
 from tests import result_builders as build
+from tests.small_disks import mounted_disk
 
 ROOT = Path(__file__).parent.parent
 NOBODY = 65534
@@ -187,17 +188,8 @@ def test_what_was_stopped_and_not_gone_on_with_for_a_week_is_cleared_away(store:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("file systems can't be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted_disk(tmp_path / "small", kibibytes=256) as folder:
+        yield folder
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_keeps_the_old_one(small_disk: Path) -> None:

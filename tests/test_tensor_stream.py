@@ -24,6 +24,7 @@ from pipeline.tensor_stream import Converted, Streamed, plan_pieces, stream
 from pipeline.tensorfile import TensorInfo, tensors
 from pipeline.weights import FLUSHED, cast, largest_magnitude
 from tests.quantizer_samples import GATE, edited
+from tests.small_disks import mounted_disk
 from tests.tiny_models import write_llama
 
 SHARD_BYTES = 30_000
@@ -159,17 +160,8 @@ def test_progress_tells_rate_and_time_left_of_this_calls_work_only() -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 160 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("file systems can't be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted_disk(tmp_path / "small", kibibytes=160) as folder:
+        yield folder
 
 
 def test_a_full_disk_keeps_what_is_finished_and_more_room_lets_it_go_on(
