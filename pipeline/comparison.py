@@ -16,6 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from pipeline.distribution_results import BaselineDistance, DistributionResult
 from pipeline.measured import Distribution
 from pipeline.results import (
     MAX_ENGINE_KL_NATS,
@@ -27,6 +28,7 @@ from pipeline.results import (
 )
 from pipeline.roofline import PLAUSIBLE_SHARE
 from pipeline.speed_results import MemoryResult, SpeedResult, SpeedRow
+from pipeline.task_validity import CHANCE_SIGNIFICANCE, chance_p
 from pipeline.values import Value
 
 SAME_FOR_QUALITY = (
@@ -38,11 +40,23 @@ SAME_FOR_QUALITY = (
     "limit",
     "limits",
     "chat_template_hash",
+    "chat_template_applied",
     "tokenizer_hash",
     "adds_bos_token",
     "harness_version",
 )
-SAME_FOR_TASK = ("output_type", "task_version", "task_hash", "num_fewshot", "prompts_hash", "data_hash")
+SAME_FOR_TASK = (
+    *("output_type", "task_version", "task_hash", "num_fewshot", "fewshot_source", "scoring"),
+    *("prompts_hash", "data_hash"),
+)
+
+SAME_FOR_DISTRIBUTION = (
+    *("text_sha256", "context_tokens", "bos_first", "vocabulary_tokens", "scored_tokens", "reference_key"),
+)
+MAX_OWN_KL_NATS = 1e-3
+"""Of the baseline against what it wrote down: 16-bit steps make 3e-8, adding in another order 1e-6 in FP32."""
+LEAST_KL_NATS = 1e-4
+"""How far below 0 rounding in FP32 may put a divergence; what is further isn't one."""
 
 
 class UnmeasuredError(Exception):
@@ -137,14 +151,107 @@ def comparable_quality(
             )
     assert baseline.quality is not None
     assert candidate.quality is not None
-    _refuse_differences("quality", baseline.quality, candidate.quality, SAME_FOR_QUALITY)
+    refuse_differences("quality", baseline.quality, candidate.quality, SAME_FOR_QUALITY)
+    _refuse_borrowed_answers(baseline, candidate)
     return baseline.quality, candidate.quality
+
+
+def _refuse_borrowed_answers(baseline: VariantResults, candidate: VariantResults) -> None:
+    """UnmeasuredError when other weights gave log-likelihoods that are all equal to the last bit."""
+    if baseline.checkpoint is None or candidate.checkpoint is None:
+        return
+    shares = {each.checkpoint.coverage.share for each in (baseline, candidate) if each.checkpoint}
+    if len(shares) == 1:
+        return  # one model in two formats may well compute the same
+    before, after = _answer_hashes(baseline), _answer_hashes(candidate)
+    shared = before.keys() & after.keys()
+    if shared and all(before[document] == after[document] for document in shared):
+        raise UnmeasuredError(
+            f"{candidate.name}: void, every log-likelihood of {len(shared)} documents equals {baseline.name}'s to the "
+            "last bit, though their weights differ: one model answered for both"
+        )
+
+
+def _answer_hashes(variant: VariantResults) -> dict[tuple[str, str], str]:
+    """Digests of log-likelihoods by task and document."""
+    tasks = variant.quality.tasks if variant.quality else {}
+    return {
+        (name, sample.doc_hash): sample.answer_hash
+        for name, task in tasks.items()
+        for sample in task.samples
+        if sample.answer_hash is not None
+    }
+
+
+def comparable_distribution(
+    baseline: VariantResults, candidate: VariantResults
+) -> tuple[DistributionResult, BaselineDistance]:
+    """The candidate's distribution on held text and its distance from the baseline's; UnmeasuredError otherwise."""
+    before, after = (
+        _distribution_of(variant, quality)
+        for variant, quality in zip(
+            (baseline, candidate), comparable_quality(baseline, candidate), strict=True
+        )
+    )
+    refuse_differences("distribution", before, after, SAME_FOR_DISTRIBUTION)
+    if after.distance is None:
+        raise UnmeasuredError(f"{candidate.name}: its distribution was compared with none of the baseline's")
+    if before.distance is None or before.distance.kl_mean_nats > MAX_OWN_KL_NATS:
+        own = "nothing" if before.distance is None else f"{before.distance.kl_mean_nats:.2g} nats"
+        raise UnmeasuredError(
+            f"{baseline.name}: void, against its own stored distribution it shows {own}, at most {MAX_OWN_KL_NATS} "
+            "are rounding"
+        )
+    shares = {each.checkpoint.coverage.share for each in (baseline, candidate) if each.checkpoint}
+    if len(shares) == 2 and [one.nats for one in before.windows] == [one.nats for one in after.windows]:
+        raise UnmeasuredError(
+            f"{candidate.name}: void, the text is as likely as by {baseline.name} to the last bit, though their "
+            "weights differ: one model answered for both"
+        )
+    return after, after.distance
+
+
+def own_distances(baseline: VariantResults) -> tuple[BaselineDistance, ...]:
+    """The baseline against its own stored distribution: in the same way, and in the null run where there is one."""
+    runs = (baseline.quality, baseline.null_quality)
+    found = (quality.distribution for quality in runs if quality and quality.distribution)
+    return tuple(one.distance for one in found if one.distance is not None)
+
+
+def _distribution_of(variant: VariantResults, quality: QualityResult) -> DistributionResult:
+    found = quality.distribution
+    if found is None:
+        raise UnmeasuredError(f"{variant.name}: no distribution on held text was measured")
+    if not found.finite:
+        raise UnmeasuredError(f"{variant.name}: on the held text a logit is not finite")
+    tokens = sum(window.tokens for window in found.windows)
+    compared = [window for window in found.windows if window.kl_sum_nats is not None]
+    whole = all(
+        len(one.kl_nats) == one.tokens and one.same_top1 is not None and 0 <= one.same_top1 <= one.tokens
+        for one in compared
+    )
+    if tokens != found.scored_tokens or len(found.windows) < 2 or not whole:
+        raise UnmeasuredError(
+            f"{variant.name}: implausible, its windows don't hold the tokens that were scored"
+        )
+    if found.distance is not None:
+        total = math.fsum(one.kl_sum_nats for one in compared if one.kl_sum_nats is not None)
+        mean, least = (
+            found.distance.kl_mean_nats,
+            min((min(one.kl_nats) for one in compared), default=-math.inf),
+        )
+        if len(compared) != len(found.windows) or abs(total / tokens - mean) > 1e-9 or least < -LEAST_KL_NATS:
+            raise UnmeasuredError(f"{variant.name}: implausible, KL divergences of {least:.2g} nats and more")
+    return found
 
 
 def comparable_task(
     task: str, baseline: QualityResult, candidate: QualityResult
 ) -> tuple[TaskResult, TaskResult, tuple[tuple[Sample, Sample], ...]]:
-    """One task of both arms with its samples paired by document; UnmeasuredError otherwise."""
+    """One task of both arms with its samples paired by document; UnmeasuredError otherwise.
+
+    A candidate that was evaluated sequentially answers some of the baseline's documents, and is paired with those.
+    """
     for arm, quality in (("baseline", baseline), ("candidate", candidate)):
         if task not in quality.tasks:
             known = ", ".join(sorted(quality.tasks)) or "none"
@@ -156,8 +263,14 @@ def comparable_task(
                 f"{task}: the {arm} counts {result.documents} documents but holds "
                 f"{len(result.samples)} samples"
             )
-    pairs = pair_samples(task, before.samples, after.samples)
-    _refuse_differences(task, before, after, SAME_FOR_TASK)
+        if result.void is not None:
+            raise UnmeasuredError(f"{task}: void, {result.void} ({arm})")
+    if after.look_confidence is not None:
+        pairs = _answered_pairs(task, before, after)
+        fields = tuple(field for field in SAME_FOR_TASK if field not in ("prompts_hash", "data_hash"))
+    else:
+        pairs, fields = pair_samples(task, before.samples, after.samples), SAME_FOR_TASK
+    refuse_differences(task, before, after, fields)
     if not pairs:
         raise UnmeasuredError(f"{task}: no documents")
     return before, after, pairs
@@ -185,6 +298,40 @@ def pair_samples(
     return tuple((sample, by_hash[sample.doc_hash].pop()) for sample in baseline)
 
 
+def _answered_pairs(
+    task: str, baseline: TaskResult, candidate: TaskResult
+) -> tuple[tuple[Sample, Sample], ...]:
+    """The documents that a sequential evaluation reached, each asked as the baseline was asked.
+
+    Hashes of all documents or prompts would differ for a part of them, so that each document proves its own.
+    """
+    if candidate.available_documents != baseline.documents:
+        raise UnmeasuredError(
+            f"{task}: the candidate's documents were drawn from {candidate.available_documents}, the baseline has "
+            f"{baseline.documents}"
+        )
+    by_hash = {sample.doc_hash: sample for sample in baseline.samples}
+    if (
+        len(by_hash) != baseline.documents
+        or len({s.doc_hash for s in candidate.samples}) != candidate.documents
+    ):
+        raise UnmeasuredError(f"{task}: a document stands twice")
+    strangers = sum(sample.doc_hash not in by_hash for sample in candidate.samples)
+    if strangers:
+        raise UnmeasuredError(
+            f"{task}: {strangers} of {candidate.documents} documents aren't the baseline's (by hash)"
+        )
+    pairs = tuple((by_hash[sample.doc_hash], sample) for sample in candidate.samples)
+    other = sum(
+        before.prompt_hash is None or before.prompt_hash != after.prompt_hash for before, after in pairs
+    )
+    if other:
+        raise UnmeasuredError(
+            f"{task}: {other} of {len(pairs)} documents were asked in other words (by hash)"
+        )
+    return pairs
+
+
 def metric_pairs(
     task: str, metric: str, pairs: Sequence[tuple[Sample, Sample]]
 ) -> tuple[tuple[float, float], ...]:
@@ -199,7 +346,23 @@ def metric_pairs(
     return tuple((before.metrics[metric], after.metrics[metric]) for before, after in pairs)
 
 
-def _refuse_differences(what: str, baseline: Value, candidate: Value, fields: Sequence[str]) -> None:
+def refuse_chance_level(task: str, metric: str, baseline: Sequence[float], *, chance: float | None) -> None:
+    """UnmeasuredError when right/wrong answers of the baseline are no better than guessing: no drop could show.
+
+    `baseline` holds 1.0 for a right answer, one a document; other metrics, and tasks without a `chance`, pass.
+    """
+    if chance is None or not all(value in (0, 1) for value in baseline):
+        return
+    right, documents = int(sum(baseline)), len(baseline)
+    p = chance_p(right, documents=documents, chance=chance)
+    if p >= CHANCE_SIGNIFICANCE:
+        raise UnmeasuredError(
+            f"{task}: void, the baseline is at chance: {metric} {right / documents:.1%} on {documents} documents, "
+            f"guessing gets {chance:.1%} (p = {p:.2g}), so no drop could show; raise the limit or take another task"
+        )
+
+
+def refuse_differences(what: str, baseline: Value, candidate: Value, fields: Sequence[str]) -> None:
     """UnmeasuredError naming every field in which the two arms differ."""
     different = [
         f"{field} {getattr(baseline, field)!r} vs {getattr(candidate, field)!r}"

@@ -3,7 +3,8 @@
 Every pair that runs here stores the model and is timed by the speed stage, all in alternation: the same clock and the
 same rules as in a run. What comes out is kept by machine and decides what a recipe's short form means there.
 
-    ranking = measure_ranking(Path("models/small"), device=detect(), store=store, progress=print)
+    pairs = usable_pairs(Path("models/small"), device=detect())
+    ranking = measure_ranking(Path("models/small"), pairs=pairs, device=detect(), store=store, progress=print)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline.best_paths import ENGINE_RANKING, PAIRS, EngineRanking, Pair, RankedPair, lacks, ranking_key
 from pipeline.checkpoint import check_source
@@ -33,21 +34,43 @@ WORKLOAD = Workload(prompt_tokens=64, new_tokens=32)
 SPEED = SpeedSpec(batch_sizes=(1,), warmup=1, repeats=5)
 
 
-def measure_ranking(source: Path, *, device: Device, store: Store, progress: Progress) -> EngineRanking:
-    """Rank the pairs on the 16-bit model in `source`, and keep the ranking in `store`, which is prepared and held.
+def usable_pairs(source: Path, *, device: Device) -> dict[str, tuple[Pair, ...]]:
+    """By precision, the device's pairs that lack nothing here and can store the 16-bit model in `source`.
 
-    Takes disk for every pair's checkpoint while it runs. Raises PrerequisiteError or CheckpointError for a source
-    that can't be used, StageError when nothing could be timed.
+    Raises PrerequisiteError for a device without pairs, PrerequisiteError or CheckpointError for a source that can't
+    be used.
     """
     check_source(source)
     config = read_json(source / "config.json")
-    pairs = _usable_pairs(device, config=config, source=source)
+    known = PAIRS.get(device.kind)
+    if not known:
+        raise PrerequisiteError(f"no pairs of quantizer and engine are known for {device.kind}")
+    usable = {
+        pair: not any(lacks(pair, device=device, config=config, weights="trained", folder=source))
+        for pair in _each_once(known)
+    }
+    return {precision: tuple(pair for pair in pairs if usable[pair]) for precision, pairs in known.items()}
+
+
+def measure_ranking(
+    source: Path,
+    *,
+    pairs: Mapping[str, tuple[Pair, ...]],
+    device: Device,
+    store: Store,
+    progress: Progress,
+) -> EngineRanking:
+    """Rank `pairs` (by precision) on the 16-bit model in `source`; the ranking stays in `store`, prepared and held.
+
+    Takes disk for every pair's checkpoint while it runs. Raises StageError when nothing could be timed.
+    """
+    config = read_json(source / "config.json")
     log = store.root / "doctor.log"
     # Named like an unfinished checkpoint, so that the next run removes what a killed one left.
     checkpoints = store.root / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-engines-", dir=checkpoints) as folder:
-        stored = _stored(pairs, source, Path(folder), device=device, log=log, progress=progress)
+        stored = _stored(_each_once(pairs), source, Path(folder), device=device, log=log, progress=progress)
         if not stored:
             raise StageError(f"{source}: no pair of quantizer and engine could store it; see {log}")
         facts = cached_shape_facts(config, cache_folder=store.root / "shapes")
@@ -67,7 +90,7 @@ def measure_ranking(source: Path, *, device: Device, store: Store, progress: Pro
     ranking = EngineRanking(
         measured_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         model=source.resolve().name,
-        pairs=_ranked(pairs, timed, device=device),
+        pairs=_ranked(pairs, timed),
     )
     store.put(ENGINE_RANKING, ranking_key(device), ranking)
     return ranking
@@ -80,20 +103,9 @@ class _Stored(NamedTuple):
     manifest: CheckpointManifest
 
 
-def _usable_pairs(device: Device, *, config: Mapping[str, Any], source: Path) -> list[Pair]:
-    """Every pair of the device once that lacks nothing and can store the model.
-
-    Raises PrerequisiteError for a device without pairs.
-    """
-    known = PAIRS.get(device.kind)
-    if not known:
-        raise PrerequisiteError(f"no pairs of quantizer and engine are known for {device.kind}")
-    every = {pair.name: pair for pairs in known.values() for pair in pairs}
-    return [
-        pair
-        for pair in every.values()
-        if not any(lacks(pair, device=device, config=config, weights="trained", folder=source))
-    ]
+def _each_once(pairs: Mapping[str, tuple[Pair, ...]]) -> list[Pair]:
+    """Every pair, though several precisions may list it."""
+    return list(dict.fromkeys(pair for listed in pairs.values() for pair in listed))
 
 
 def _stored(
@@ -129,25 +141,21 @@ def _quantized(pair: Pair, source: Path, *, out: Path, device: Device, log: Path
 
 
 def _ranked(
-    pairs: list[Pair], timed: SpeedStageResult, *, device: Device
+    pairs: Mapping[str, tuple[Pair, ...]], timed: SpeedStageResult
 ) -> dict[str, tuple[RankedPair, ...]]:
     """By precision, the fastest first; one that failed comes last, without a rate."""
-    rates: dict[str, float | None] = {}
-    for pair in pairs:
-        result = timed.variants.get(pair.name)
-        row = result.row(1) if result else None
-        rates[pair.name] = row.decode_tokens_per_s if row and row.outcome == "measured" else None
-    tried = {pair.name for pair in pairs}
     return {
         precision: tuple(
             sorted(
-                (
-                    RankedPair(name=pair.name, decode_tokens_per_s=rates[pair.name])
-                    for pair in candidates
-                    if pair.name in tried
-                ),
+                (RankedPair(name=pair.name, decode_tokens_per_s=_rate(pair, timed)) for pair in listed),
                 key=lambda one: -(one.decode_tokens_per_s or 0.0),
             )
         )
-        for precision, candidates in PAIRS[device.kind].items()
+        for precision, listed in pairs.items()
     }
+
+
+def _rate(pair: Pair, timed: SpeedStageResult) -> float | None:
+    result = timed.variants.get(pair.name)
+    row = result.row(1) if result else None
+    return row.decode_tokens_per_s if row and row.outcome == "measured" else None

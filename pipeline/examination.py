@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.best_paths import ENGINE_RANKING, EngineRanking, RankedPair, ranking_key
 from pipeline.data_sheet import DATA_SHEET
-from pipeline.engine_ranking import measure_ranking
+from pipeline.engine_ranking import measure_ranking, usable_pairs
 from pipeline.hardware import Device, detect, fingerprint
 from pipeline.planning import MEASURED_DEVICE
 from pipeline.processes import run_stage
@@ -36,7 +36,8 @@ class Examination(Value):
 def examine(*, store: Store, progress: Progress, engines_on: Path | None = None) -> Examination:
     """Measure the device; with a 16-bit model in `engines_on` also which pair decodes it fastest.
 
-    Raises as `engine_ranking.measure_ranking` does, and PrerequisiteError while a run uses the store.
+    Raises as `usable_pairs` and `measure_ranking` of `engine_ranking` do, and PrerequisiteError while a run uses the
+    store.
     """
     device = detect()
     progress("measuring memory bandwidth and FLOP/s …")
@@ -63,7 +64,8 @@ def _engines(
     if source is None:
         return store.get(ENGINE_RANKING, ranking_key(device), EngineRanking)
     with store.lock():
-        return measure_ranking(source, device=device, store=store, progress=progress)
+        pairs = usable_pairs(source, device=device)
+        return measure_ranking(source, pairs=pairs, device=device, store=store, progress=progress)
 
 
 def examination_text(found: Examination) -> str:

@@ -13,19 +13,16 @@ from pipeline.data_sheet import Device
 from pipeline.errors import RecipeError
 from pipeline.fleet_plan import planned_fleet
 from pipeline.footprint import ShapeFacts, unreached_weights
-from pipeline.plan_values import HardwarePlan, Plan, TrafficPlan, VariantPlan
+from pipeline.plan_values import HardwarePlan, Plan, QualityPlan, TrafficPlan, VariantPlan
+from pipeline.quality_power import quality_notes
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.roofline import ops_per_byte
-from pipeline.rules.max_quality_drop import MaxQualityDrop
-from pipeline.statistics import detectable_drop, documents_to_decide
 from pipeline.step_times import MeasuredSteps
 from pipeline.traffic import Request
 from pipeline.variant_plan import PlanSetting, roof_of, variant_plan
 
 FULL_LOAD = 0.95
 """Above it the queue of Poisson arrivals is so long that no simulation of a plan's length settles."""
-ASSUMED_FLIP_RATE = 0.05
-"""Share of answers that quantizing is taken to flip before anything is measured."""
 
 
 def make_plan(
@@ -36,12 +33,14 @@ def make_plan(
     facts: ShapeFacts,
     trace: Sequence[Request] = (),
     measured_steps: Mapping[str, MeasuredSteps] | None = None,
+    quality: tuple[QualityPlan, ...] = (),
 ) -> Plan:
     """Every variant on `device`, and the fleet where the recipe has traffic. Pure.
 
     `trace` are the requests of the file that `traffic.trace` names; `measured_steps` are step times by
-    variant from a run on this device, which take the place of the roofline's in the fleet. Raises
-    RecipeError when a sequence is longer than the model allows.
+    variant from a run on this device, which take the place of the roofline's in the fleet; `quality` is what the
+    gate's accuracy limits can decide (`quality_power`). Raises RecipeError when a sequence is longer than the
+    model allows.
     """
     setting = PlanSetting(
         recipe=recipe,
@@ -79,9 +78,10 @@ def make_plan(
             *_fit_notes(setting, variants),
             *_load_notes(variants),
             *_reach_notes(setting),
-            *quality_notes(recipe),
+            *quality_notes(quality),
         ),
         variants=variants,
+        quality=quality,
     )
 
 
@@ -235,36 +235,3 @@ def _reach_notes(setting: PlanSetting) -> list[str]:
                 "(experts in one tensor); the sizes are those of its format over all of them"
             )
     return notes
-
-
-def quality_notes(recipe: ExpandedRecipe) -> tuple[str, ...]:
-    """What the gate's accuracy margins can decide with the recipe's number of documents.
-
-    Assumes that 5 % of the answers flip and that there is no true drop; one line for each margin and number.
-    """
-    if recipe.quality is None:
-        return ()
-    notes = []
-    for rule in recipe.gate:
-        if isinstance(rule, MaxQualityDrop):
-            numbers: dict[int | None, list[str]] = {}
-            for task in rule.tasks or recipe.quality.tasks:
-                limit = recipe.quality.limits.get(task, recipe.quality.limit)
-                numbers.setdefault(limit, []).append(task)
-            notes += [_margin_note(rule, limit, tasks) for limit, tasks in numbers.items()]
-    return tuple(notes)
-
-
-def _margin_note(rule: MaxQualityDrop, limit: int | None, tasks: list[str]) -> str:
-    needed = documents_to_decide(rule.points / 100, flip_rate=ASSUMED_FLIP_RATE, confidence=rule.confidence)
-    start = (
-        f"{rule.kind} {rule.points:g} points on {', '.join(tasks)}: about {needed} documents decide it "
-        f"({100 * ASSUMED_FLIP_RATE:g} % flips, 80 % power)"
-    )
-    if limit is None:
-        return f"{start}; all documents are used"
-    if needed is not None and limit >= needed:
-        return f"{start}; {limit} are used: enough"
-    margin = detectable_drop(limit, flip_rate=ASSUMED_FLIP_RATE, confidence=rule.confidence)
-    decides = f", they decide a margin of {100 * margin:.1f} points" if margin is not None else ""
-    return f"{start}; {limit} are used: likely inconclusive{decides}. Raise quality.limit or the margin"

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from pipeline.fleet import FleetSize
-from pipeline.plan_values import BatchPlan, FleetPlan, Plan, TrafficPlan, VariantPlan, WhatIf
+from pipeline.plan_values import BatchPlan, FleetPlan, Plan, QualityPlan, TrafficPlan, VariantPlan, WhatIf
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
 from pipeline.simulation import Percentiles
 
@@ -280,6 +280,24 @@ def what_if_table(plan: Plan) -> Table | None:
     ]
     title = f"What if: one request to {plan.variants[0].name} under one change"
     return table(title, columns, plan.what_ifs) if plan.what_ifs else None
+
+
+def quality_table(plan: Plan) -> Table | None:
+    """What the documents of each task can decide; None without a rule about accuracy."""
+    columns: list[Column[QualityPlan]] = [
+        Column("task", "", lambda one: one.task),
+        Column("limit", "points", lambda one: f"{one.points:g}"),
+        Column("flips", "%", lambda one: f"{100 * one.power.flip_rate:.3g} {one.flips}"),
+        Column("documents", "", lambda one: shown(one.power.documents, ",d")),
+        Column("decide at least", "points", lambda one: shown(one.power.detectable_points, ".2f")),
+        Column("limit needs", "documents", lambda one: shown(one.power.documents_needed, ",d")),
+        Column(
+            "enough", "", lambda one: {True: "yes", False: "no", None: "?"}[one.power.decides], badge=True
+        ),
+        Column("a drop of the limit shows in", "documents", lambda one: shown(one.documents_to_find, ",d")),
+    ]
+    title = "What the documents decide with 80 % power: a limit when nothing is lost; a drop as large as the limit"
+    return table(title, columns, plan.quality) if plan.quality else None
 
 
 def measured_table(plan: Plan) -> Table | None:

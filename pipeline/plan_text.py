@@ -12,6 +12,7 @@ from pipeline.plan_tables import (
     fleet_table,
     measured_table,
     memory_table,
+    quality_table,
     speed_table,
     what_if_table,
 )
@@ -20,12 +21,13 @@ from pipeline.text_table import text_table
 
 
 def plan_table(plan: Plan) -> str:
-    """What decides, memory, one request, fleet, what was measured, what-ifs, advice and notes, each under its title."""
+    """Each table under its title, from what decides to what was measured; then advice and notes."""
     tables = (
         decision_table(plan),
         memory_table(plan),
         speed_table(plan),
         fleet_table(plan),
+        quality_table(plan),
         measured_table(plan),
         what_if_table(plan),
     )

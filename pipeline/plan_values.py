@@ -15,7 +15,7 @@ from pydantic import Field
 
 from pipeline.fleet import FleetSize, Targets
 from pipeline.footprint import WeightParts
-from pipeline.results import Reconciliation
+from pipeline.results import Power, Reconciliation
 from pipeline.roof import Bound
 from pipeline.scheduler import Serving
 from pipeline.values import Value
@@ -162,6 +162,34 @@ class VariantPlan(Value):
     measured: tuple[Reconciliation, ...] = ()
 
 
+class TaskSizes(Value):
+    """The quality section's tasks and groups, and the documents that are judged of each task, where that is known.
+
+    `rolling` are those that measure perplexity.
+    """
+
+    tasks: tuple[str, ...]
+    documents: dict[str, int] = Field(default_factory=dict)
+    groups: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    rolling: tuple[str, ...] = ()
+
+
+class QualityPlan(Value):
+    """What the documents of one task, or pooled group, can decide under one rule's limit of `points`.
+
+    `flips` tells whether the flip rate is assumed or that of the last run. `documents_to_find` are those with which a
+    true drop as large as the limit shows in McNemar's two-sided test, with 80 % power.
+    """
+
+    task: str
+    rule: str
+    points: float
+    confidence: float
+    flips: Literal["assumed", "measured"]
+    power: Power
+    documents_to_find: int
+
+
 class WhatIf(Value):
     """How decoding one stream, its prefill and the whole answer speed up under one change, as factors."""
 
@@ -202,4 +230,5 @@ class Plan(Value):
     what_ifs: tuple[WhatIf, ...]
     notes: tuple[str, ...]
     variants: tuple[VariantPlan, ...]
+    quality: tuple[QualityPlan, ...] = ()
     measured_run: str | None = Field(default=None, description="folder of the run whose figures stand beside")

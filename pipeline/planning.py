@@ -22,7 +22,8 @@ from pipeline.footprint import ShapeFacts, cached_shape_facts
 from pipeline.hardware import detect, fingerprint, with_measured
 from pipeline.model_source import fetch_description, read_config
 from pipeline.plan import make_plan
-from pipeline.plan_values import Plan
+from pipeline.plan_values import Plan, QualityPlan
+from pipeline.quality_power import observed_flip_rates, quality_plan
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe, load_recipe
 from pipeline.recipe_sections import WayToRun
 from pipeline.reconciliation import reconcile
@@ -30,6 +31,7 @@ from pipeline.results import Report, VariantReport
 from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.step_times import BatchTimes, MeasuredSteps, step_times_of_batches
 from pipeline.store import Store
+from pipeline.task_sizes import quality_request, task_sizes
 from pipeline.traffic import Request, read_trace
 
 MEASURED_DEVICE = "measured-device"
@@ -58,6 +60,7 @@ def plan_recipe(path: Path, *, hardware: str | None, store: Store) -> Plan:
         facts=_facts(loaded, store=store),
         trace=_trace(loaded),
         measured_steps=steps,
+        quality=_quality(loaded, recipe, last),
     )
     plan = plan.model_copy(update={"notes": (*plan.notes, *_choice_notes(recipe, best))})
     return _beside(plan, last, steps=steps) if last else plan
@@ -166,6 +169,17 @@ def _no_architecture(loaded: LoadedRecipe) -> str:
 def _trace(loaded: LoadedRecipe) -> list[Request]:
     traffic = loaded.recipe.traffic
     return read_trace(loaded.resolve(traffic.trace)) if traffic and traffic.trace else []
+
+
+def _quality(
+    loaded: LoadedRecipe, recipe: ExpandedRecipe, last: _StoredRun | None
+) -> tuple[QualityPlan, ...]:
+    """What the gate's accuracy limits can decide, at the last run's flip rates where there was one."""
+    request = quality_request(loaded, recipe)
+    if request is None:
+        return ()
+    rates = observed_flip_rates(last.report) if last else {}
+    return quality_plan(recipe, sizes=task_sizes(request), flip_rates=rates)
 
 
 def _newest_run(recipe: ExpandedRecipe, *, device: Device, store: Store) -> _StoredRun | None:

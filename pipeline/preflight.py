@@ -15,6 +15,8 @@ from typing import Literal, cast
 
 from pipeline.capacity_probe import CapacityRequest, PagedCache
 from pipeline.device_file import device_named
+from pipeline.distribution_checks import distribution_request, reference_size
+from pipeline.distribution_results import DistributionRequest
 from pipeline.engines.transformers import stored_dtype
 from pipeline.errors import RecipeError
 from pipeline.footprint import ShapeFacts, kv_bytes, weight_bytes
@@ -28,11 +30,11 @@ from pipeline.serving_load import ServingLoad, serving_load
 from pipeline.stages import RunnableCheckpoint
 from pipeline.store import Store
 from pipeline.task_checks import check as check_tasks
+from pipeline.task_sizes import quality_request
 from pipeline.tasks import QualityRequest
 from pipeline.traffic import read_trace
 from pipeline.variant_plan import USABLE_MEMORY_SHARE, budget_bytes, compute_bytes, kv_element_bytes
 
-DEFAULT_DATA_FOLDER = ".assets/evals"
 LEAST_PAGE_TOKENS = 4
 """Of transformers' continuous batching (5.24, `ContinuousBatchingConfig.page_size`)."""
 
@@ -49,6 +51,7 @@ class Preflight:
     quality: QualityRequest | None
     load: ServingLoad | None
     problems: tuple[Problem, ...]
+    distribution: DistributionRequest | None = None
 
     def message(self, recipe: str) -> str:
         """Every problem with its fix."""
@@ -113,13 +116,15 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
     facts = known_shapes(loaded, store=store)
     request = quality_request(loaded, recipe)
     load, load_problems = _serving_load(loaded, recipe)
+    held, held_problems = _held_text(loaded, recipe, request, facts)
     problems = [
         *_store_problems(store),
         *_hardware_problems(loaded, recipe, device),
         *_plugin_problems(loaded, recipe, device),
         *source_problems(loaded),
         *load_problems,
-        *(_size_problems(recipe, device, facts, store=store) if facts else ()),
+        *held_problems,
+        *(_size_problems(recipe, device, facts, store=store, held=held) if facts else ()),
         *(_serving_problems(load, facts) if load and facts else ()),
         *(_quality_problems(loaded, request) if request else ()),
     ]
@@ -130,28 +135,19 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
         quality=request,
         load=load,
         problems=tuple({problem.what: problem for problem in problems}.values()),
+        distribution=held,
     )
 
 
-def quality_request(loaded: LoadedRecipe, recipe: ExpandedRecipe) -> QualityRequest | None:
-    """The recipe's quality section with absolute folders."""
-    spec = recipe.quality
-    if spec is None:
-        return None
-    data = loaded.resolve(spec.data_folder) if spec.data_folder else Path(DEFAULT_DATA_FOLDER).resolve()
-    return QualityRequest(
-        tasks=spec.tasks,
-        task_folders=tuple(str(loaded.resolve(folder)) for folder in spec.task_folders),
-        data_folder=str(data),
-        limit=spec.limit,
-        limits=spec.limits,
-        seed=spec.seed,
-        batch_size=spec.batch_size,
-        num_fewshot=spec.num_fewshot,
-        apply_chat_template=spec.apply_chat_template,
-        max_length_tokens=spec.max_length_tokens,
-        confirm_unsafe_code=spec.confirm_unsafe_code,
-    )
+def _held_text(
+    loaded: LoadedRecipe, recipe: ExpandedRecipe, request: QualityRequest | None, facts: ShapeFacts | None
+) -> tuple[DistributionRequest | None, tuple[Problem, ...]]:
+    """The text whose distribution is compared, where the recipe names one."""
+    spec = recipe.quality.distribution if recipe.quality else None
+    if spec is None or request is None:
+        return None, ()
+    longest = facts.context_tokens if facts else None
+    return distribution_request(loaded, spec, data_folder=Path(request.data_folder), longest_tokens=longest)
 
 
 def _store_problems(store: Store) -> Iterator[Problem]:
@@ -203,9 +199,14 @@ def _plugin_problems(loaded: LoadedRecipe, recipe: ExpandedRecipe, device: Devic
 
 
 def _size_problems(
-    recipe: ExpandedRecipe, device: Device, facts: ShapeFacts, *, store: Store
+    recipe: ExpandedRecipe,
+    device: Device,
+    facts: ShapeFacts,
+    *,
+    store: Store,
+    held: DistributionRequest | None,
 ) -> Iterator[Problem]:
-    on_disk = 0
+    on_disk = reference_size(held, vocabulary_tokens=facts.vocabulary_tokens) if held else 0
     tokens = recipe.workload.prompt_tokens + recipe.workload.new_tokens
     for variant in recipe.variants:
         weights = weight_bytes(facts, quantizer=variant.quantizer, compute_bytes=compute_bytes(variant))
@@ -220,8 +221,10 @@ def _size_problems(
     free = shutil.disk_usage(store.place()).free
     if on_disk > free:
         yield Problem(
-            what=f"the checkpoints need {on_disk / 1e9:.1f} GB of disk; {store.root} has {free / 1e9:.1f} GB free",
-            fix="free space, or name a folder on a larger disk in PIPELINE_STORE",
+            what=f"the checkpoints{' and the distribution of the text' if held else ''} need {on_disk / 1e9:.1f} GB of "
+            f"disk; {store.root} has {free / 1e9:.1f} GB free",
+            fix="free space, or name a folder on a larger disk in PIPELINE_STORE"
+            + (", or lower quality.distribution.max_tokens" if held else ""),
         )
     limit = facts.context_tokens
     lengths = {

@@ -1,6 +1,6 @@
 """Task scores of a loaded model by lm-eval, with every sample kept for the paired comparison.
 
-The only module that imports lm-eval. Each task is run by itself, so that its batches, and with them its
+With `harness` the only module that runs lm-eval. Each task is run by itself, so that its batches, and with them its
 rounding, don't depend on which other tasks a recipe lists. The harness's response cache is never used: its
 key doesn't hold the model, so one precision would get another one's answers.
 
@@ -11,22 +11,22 @@ key doesn't hold the model, so one precision would get another one's answers.
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pipeline.answer_journal import AnswerJournal
+from pipeline.early_stopping import Stopping, answer_until_decided, seeded_order
 from pipeline.errors import PrerequisiteError, StageError
+from pipeline.harness import SAMPLING_SETTINGS, Watch, make_harness
 from pipeline.harness_setting import head_left_alone, plain_decoding, quiet
-from pipeline.results import QualityResult, TaskResult
+from pipeline.results import QualityResult, Sample, TaskResult
 from pipeline.task_checks import check, task_problems
+from pipeline.task_rounds import build_once
 from pipeline.task_scores import (
     all_finite,
     direction,
@@ -36,10 +36,12 @@ from pipeline.task_scores import (
     samples_of,
     token_perplexity,
 )
+from pipeline.task_validity import Validity, examine
 from pipeline.tasks import (
     QualityRequest,
     TaskFile,
     find_tasks,
+    group_tasks,
     inputs_digest,
     leaves,
     rendered,
@@ -55,10 +57,10 @@ from pipeline.tokenizer_facts import (
 )
 from pipeline.values import digest
 
-__all__ = ["QualityRequest", "check", "evaluate", "inputs_digest"]
+__all__ = ["QualityRequest", "check", "evaluate", "inputs_digest", "load_tasks"]
 
 _BOOTSTRAP_ROUNDS = 1000
-_SAMPLING_SETTINGS = {"do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p"}
+_PROMPT_HASH_LETTERS = 16
 
 
 def evaluate(
@@ -69,24 +71,38 @@ def evaluate(
     compute_dtype: str,
     device: str,
     progress: Callable[[str], None],
+    journal: AnswerJournal | None = None,
+    stopping: Stopping | None = None,
 ) -> QualityResult:
     """Scores and samples of every task of `request`.
 
     `model` is a loaded transformers model, already on its device; its weights and generation settings are
     left as they were. Seeds Python's, NumPy's and torch's global generators. `progress` gets a line about
     once a second and must not write to `sys.stdout`, which lm-eval's own prints make us redirect.
+    Requests that `journal` holds answers to aren't computed again; new answers are added batch by batch. One journal
+    serves one model and one length only (a stage keeps it under its own key).
+    Tasks of `stopping` are answered until they are decided, in rounds that the journal spares what is answered.
     Raises PrerequisiteError for data or a template that is missing, StageError for a task that can't be
     judged (no known direction, no room for its answers).
     """
     tokenizer = load_tokenizer(tokenizer_folder, chat_template=request.apply_chat_template)
     rules_hash = tokenizer_hash(tokenizer)  # before the harness sets padding and truncation
     with quiet(), plain_decoding(model), head_left_alone(model):
-        harness = _harness(model, tokenizer, request, progress)
-        tasks = _load_tasks(request)
+        harness = make_harness(
+            model,
+            tokenizer,
+            request,
+            progress=progress,
+            journal=AnswerJournal() if journal is None else journal,
+        )
+        tasks = load_tasks(request)
         files = leaves(request)
         for task in tasks.values():
             _refuse_unmeasurable(task, harness, request, files)
-        results = {name: _run(name, task, harness, request, files.get(name)) for name, task in tasks.items()}
+        results = {
+            name: _answered(name, task, harness, request, files.get(name), stopping=stopping)
+            for name, task in tasks.items()
+        }
     return QualityResult(
         engine="transformers",
         device=device,
@@ -96,145 +112,20 @@ def evaluate(
         limit=request.limit,
         limits=dict(request.limits),
         chat_template_hash=chat_template_hash(tokenizer),
+        chat_template_applied=request.apply_chat_template,
         tokenizer_hash=rules_hash,
         adds_bos_token=adds_bos(tokenizer),
         harness_version=version("lm_eval"),
         tasks={name: result for name, (result, _) in results.items()},
+        groups=group_tasks(request),
         logits_finite=all(finite for _, finite in results.values()),
-        notes=tuple(f"group {name}: each task is judged, no pooled score" for name in _groups(request)),
     )
-
-
-# --- the model as lm-eval sees it ------------------------------------------------------------------------
-
-
-@dataclass
-class _Watch:
-    """What happens to the requests of one task; takes the place of lm-eval's cache hook and bars."""
-
-    progress: Callable[[str], None]
-    task: str = ""
-    total: int = 0
-    done: int = 0
-    truncated: int = 0
-    finite: bool = True
-    tokens: dict[int, int] = field(default_factory=dict)
-    last_told: float = -math.inf
-
-    def begin(self, task: str, total: int) -> None:
-        self.task, self.total, self.done = task, total, 0
-
-    def advance(self, requests: int) -> None:
-        self.done += requests
-        now = time.monotonic()
-        if now - self.last_told >= 1 or self.done == self.total:
-            self.last_told = now
-            self.progress(f"{self.task}: {self.done} of {self.total} requests")
-
-    def add_partial(self, kind: str, _request: Any, _answer: Any) -> None:
-        """lm-eval's call for each answer, meant for its response cache."""
-        if kind != "loglikelihood_rolling":  # told only when all windows of all documents are done
-            self.advance(1)
-
-    def look_at(self, _token_ids: Any, scores: Any) -> Any:
-        """As a logits processor of `generate`: notes NaN and +inf, changes nothing."""
-        import torch
-
-        self.finite = self.finite and not bool((torch.isnan(scores) | (scores == math.inf)).any())
-        return scores
-
-
-@functools.cache
-def _harness_class() -> type[Any]:
-    from lm_eval.models.huggingface import HFLM
-
-    class Harness(HFLM):  # type: ignore[misc]
-        """HFLM that counts, never samples, and refuses what it would silently cut to nothing."""
-
-        watch: _Watch
-
-        def loglikelihood(self, requests: Any, **_: Any) -> Any:
-            self.watch.begin(requests[0].task_name, len(requests))
-            return super().loglikelihood(requests, disable_tqdm=True)
-
-        def loglikelihood_rolling(self, requests: Any, **_: Any) -> Any:
-            tokens = [len(self.tok_encode(request.args[0])) for request in requests]
-            self.watch.tokens = dict(zip((r.doc_id for r in requests), tokens, strict=True))
-            windows = sum(math.ceil(count / self.max_length) for count in tokens)
-            self.watch.begin(requests[0].task_name, windows)
-            return super().loglikelihood_rolling(requests, disable_tqdm=True)
-
-        def _loglikelihood_tokens(self, requests: Any, **settings: Any) -> Any:
-            for _, context, answer in requests:
-                if not 0 < len(answer) <= self.max_length:
-                    raise StageError(
-                        f"task {self.watch.task}: an answer of {len(answer)} tokens can't be scored; the "
-                        f"longest sequence is {self.max_length} (quality.max_length_tokens)"
-                    )
-                self.watch.truncated += len(context) + len(answer) > self.max_length + 1
-            answers = super()._loglikelihood_tokens(requests, **settings | {"disable_tqdm": True})
-            if requests and requests[0][0] is None:  # windows of rolling documents carry no text
-                self.watch.advance(len(requests))
-            return answers
-
-        def generate_until(self, requests: Any, **_: Any) -> Any:
-            self.watch.begin(requests[0].task_name, len(requests))
-            for request in requests:
-                room = self.max_length - self.new_tokens(request.args[1])
-                self.watch.truncated += len(self.tok_encode(request.args[0])) > room
-            return super().generate_until(requests, disable_tqdm=True)
-
-        def new_tokens(self, settings: Mapping[str, Any]) -> int:
-            """How many tokens a task's generation settings ask for, under any of their names."""
-            from lm_eval.models.utils import normalize_gen_kwargs
-
-            return int(normalize_gen_kwargs(dict(settings), self.max_gen_toks)["max_gen_toks"])
-
-        def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> Any:
-            from transformers import LogitsProcessorList
-
-            class Look:
-                __call__ = staticmethod(self.watch.look_at)
-
-            plain = {name: value for name, value in settings.items() if name not in _SAMPLING_SETTINGS}
-            plain |= {"do_sample": False, "logits_processor": LogitsProcessorList([Look()])}
-            return super()._model_generate(context, max_length, stop, **plain)
-
-    return Harness
-
-
-def _harness(model: Any, tokenizer: Any, request: QualityRequest, progress: Callable[[str], None]) -> Any:
-    from lm_eval.models.utils import resolve_max_length
-
-    longest = resolve_max_length(model.config, tokenizer, default=sys.maxsize)
-    if request.max_length_tokens is not None and request.max_length_tokens > longest:
-        raise StageError(
-            f"quality.max_length_tokens is {request.max_length_tokens}, the model reads at most {longest}"
-        )
-    harness = _harness_class()(
-        pretrained=model,
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=request.batch_size,
-        max_length=request.max_length_tokens,
-        # Log-softmax of 16-bit logits in 16 bits is off by up to 1 % of a nat per token.
-        softmax_dtype="float32",
-    )
-    embedded = model.get_input_embeddings().weight.shape[0]
-    if not 0 <= tokenizer.pad_token_id < embedded:
-        raise StageError(f"padding token {tokenizer.pad_token_id} is beyond the embedding's {embedded} rows")
-    harness.watch = harness.cache_hook = _Watch(progress)
-    return harness
 
 
 # --- tasks ------------------------------------------------------------------------------------------------
 
 
-def _groups(request: QualityRequest) -> list[str]:
-    return [name for name, file in find_tasks(request).items() if file.members]
-
-
-def _load_tasks(request: QualityRequest) -> dict[str, Any]:
+def load_tasks(request: QualityRequest) -> dict[str, Any]:
     """lm-eval's task objects by name, groups opened, few-shot settings and seed set as `simple_evaluate`."""
     from lm_eval.tasks import TaskManager
 
@@ -275,19 +166,55 @@ def _refuse_unmeasurable(
             )
 
 
-def _run(
-    name: str, task: Any, harness: Any, request: QualityRequest, file: TaskFile | None
+def _answered(
+    name: str,
+    task: Any,
+    harness: Any,
+    request: QualityRequest,
+    file: TaskFile | None,
+    *,
+    stopping: Stopping | None,
 ) -> tuple[TaskResult, bool]:
-    """One task's result, and whether every log-likelihood and logit seen was finite."""
+    """One task's result, of all its documents or of those that decide it; and whether all was finite."""
+    wanted = stopping.tasks.get(name) if stopping else None
+    if wanted is None:
+        return _run(name, task, harness, request, file)
+    available = build_once(task, limit=request.limit_of(name))
+    if available != len(wanted.documents):
+        raise StageError(
+            f"task {name}: {available} documents, but the baseline answered {len(wanted.documents)}"
+        )
+    finite = True
+
+    def answer(documents: tuple[int, ...]) -> TaskResult:
+        nonlocal finite
+        result, finite = _run(name, task, harness, request, file, documents=documents)
+        return result
+
+    order = seeded_order(available, task=name, seed=request.seed)
+    return answer_until_decided(wanted, order=order, answer=answer), finite
+
+
+def _run(
+    name: str,
+    task: Any,
+    harness: Any,
+    request: QualityRequest,
+    file: TaskFile | None,
+    *,
+    documents: tuple[int, ...] | None = None,
+) -> tuple[TaskResult, bool]:
+    """One task's result, and whether every log-likelihood and logit seen was finite; `documents` by number."""
     from lm_eval.evaluator import evaluate as run_tasks
 
     _seed(request.seed)
-    harness.watch = harness.cache_hook = watch = _Watch(harness.watch.progress, last_told=time.monotonic())
+    harness.watch = harness.cache_hook = watch = Watch(harness.watch.progress, last_told=time.monotonic())
     _survive_overflow(task)
     output = run_tasks(
         lm=harness,
         task_dict={"tasks": {name: task}},
-        limit=request.limits.get(name, request.limit),
+        limit=request.limit_of(name) if documents is None else None,
+        samples=None if documents is None else {name: list(documents)},
         bootstrap_iters=_BOOTSTRAP_ROUNDS,
         log_samples=True,
         apply_chat_template=request.apply_chat_template,
@@ -297,7 +224,7 @@ def _run(
     )
     logged = output["samples"][name]
     rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
-    samples = samples_of(logged, watch.tokens if rolling else None)
+    samples = _with_prompts(samples_of(logged, watch.tokens if rolling else None), task.instances)
     finite = watch.finite and all_finite(logged)
     metrics = metrics_of(name, output["results"][name], task.higher_is_better(), samples, finite=finite)
     if rolling:
@@ -312,6 +239,8 @@ def _run(
         num_fewshot=task.get_config("num_fewshot") or 0,
         documents=len(samples),
         truncated_prompts=watch.truncated,
+        **_counted(harness, name, task),
+        **dict(_validity(harness, task, logged, request)),
         primary_metric=primary_metric(list(task.higher_is_better()), metrics),
         metrics=metrics,
         samples=samples,
@@ -319,15 +248,58 @@ def _run(
     ), finite
 
 
+def _with_prompts(samples: Sequence[Sample], instances: Sequence[Any]) -> tuple[Sample, ...]:
+    """Each document's sample with the digest of all that the model was asked about it; both in the data's order."""
+    asked: dict[int, list[Any]] = {}
+    for instance in instances:
+        asked.setdefault(instance.doc_id, []).append(instance.args)
+    return tuple(
+        sample.model_copy(update={"prompt_hash": text_hash(to_json(asked[number]))[:_PROMPT_HASH_LETTERS]})
+        for sample, number in zip(samples, sorted(asked), strict=True)
+    )
+
+
+def _validity(
+    harness: Any, task: Any, logged: Sequence[Mapping[str, Any]], request: QualityRequest
+) -> Validity:
+    """Whether what was asked and answered can carry a verdict."""
+    number, text = harness.tokenizer.bos_token_id, harness.tokenizer.bos_token
+    return examine(
+        task,
+        logged,
+        seed=request.seed,
+        encode=harness.tok_encode,
+        bos=None if number is None or text is None else (number, str(text)),
+        lengths=harness.watch.lengths,
+    )
+
+
+def _counted(harness: Any, name: str, task: Any) -> dict[str, Any]:
+    """Which way log-likelihoods were scored, and the tokens a stock run would have computed beside those computed."""
+    told = harness.scorer.told.get(name)
+    if told is None or task.OUTPUT_TYPE == "generate_until":
+        return {}
+    return {
+        "scoring": told.way,
+        "scored_tokens": told.scored_tokens,
+        "computed_tokens": told.computed_tokens,
+    }
+
+
 def _notes(task: Any, harness: Any, finite: bool) -> Iterator[str]:
     if not finite:
         yield "a log-likelihood or logit is NaN or infinite: no score"
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        if adds_bos(harness.tokenizer):
+            yield "each document begins with two BOS tokens, the tokenizer's and the harness's, for every variant"
         yield (
             f"windows of {harness.max_length} tokens; the first of a document follows token "
             f"{harness.prefix_token_id}, the others their predecessor's last token"
         )
-    sampled = _SAMPLING_SETTINGS & set(task.get_config("generation_kwargs") or {})
+    told = harness.scorer.told.get(task.task_name)
+    if told is not None and told.refused:
+        yield f"scored request by request, as lm-eval does: {told.refused}"
+    sampled = SAMPLING_SETTINGS & set(task.get_config("generation_kwargs") or {})
     if task.OUTPUT_TYPE == "generate_until" and sampled:
         yield f"decoded greedily; the task's {', '.join(sorted(sampled))} not applied"
 

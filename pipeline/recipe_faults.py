@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.data_sheet import DATA_SHEET, is_device_file, nearest_device
 from pipeline.plugins import kinds, plugin_class, plugin_classes
+from pipeline.quality_faults import evaluation_faults
 from pipeline.yaml_document import Document, Fault, KeyPath, shortened
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_variant_faults(data),
         *_gate_faults(data),
         *_limit_faults(data),
+        *evaluation_faults(data),
         *_random_weight_faults(data),
         *_length_faults(data),
         *_chunk_faults(data),
@@ -210,6 +212,8 @@ Found = Iterator[tuple[KeyPath, str]]
 
 
 def _environment_faults(node: Any, path: KeyPath) -> Found:
+    if path == ("quality", "distribution", "text") and isinstance(node, str):
+        node = node.removeprefix("${EVAL_DATA}")  # the one name that has a meaning in a recipe
     if isinstance(node, str) and (match := re.search(r"\$\{(\w*)\}", node)):
         yield path, f"environment variables are not expanded in a recipe (${{{match[1]}}}); write the value"
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()

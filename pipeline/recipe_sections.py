@@ -145,10 +145,27 @@ class CapacitySpec(Value):
         return layouts
 
 
+EVAL_DATA = "${EVAL_DATA}"
+"""At the start of a path: the quality section's `data_folder`."""
+
+
+class DistributionSpec(Value):
+    """A text whose next tokens every variant predicts, in windows of `context_tokens`, at most `max_tokens` of it.
+
+    `text` is relative to the recipe, or to `data_folder` after `${EVAL_DATA}`.
+    """
+
+    text: Annotated[str, Field(min_length=1)]
+    context_tokens: Annotated[int, Field(ge=8)] = 512
+    max_tokens: Annotated[int, Field(ge=16)] = 8192
+
+
 class QualitySpec(Value):
     """lm-eval tasks, by official name or from `task_folders` (relative to the recipe).
 
-    `limit` is the first N documents of every task, `limits` the same for single tasks by name.
+    `limit` is the first N documents of every task, `limits` the same for single tasks by name. The baseline is
+    evaluated once more at `null_batch_size`, whose differences are noise. `sequential`: candidates stop at the
+    documents that decide the gate.
     """
 
     tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
@@ -158,6 +175,9 @@ class QualitySpec(Value):
     limits: dict[str, Positive] = Field(default_factory=dict)
     seed: Seed = 1234
     batch_size: Positive = 8
+    null_batch_size: Positive | None = None
+    sequential: bool = False
+    distribution: DistributionSpec | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     apply_chat_template: bool = False
     max_length_tokens: Positive | None = None

@@ -10,10 +10,13 @@ import json
 from typing import Any
 
 from pipeline.capacity_tables import capacity_markdown, capacity_notes
+from pipeline.distribution_tables import distribution_markdown
 from pipeline.gate import judge_all
+from pipeline.power_tables import group_scores
+from pipeline.quality_tables import documents_cell, quality_markdown
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
-from pipeline.results import Report, TaskResult, VariantReport, VariantResults
+from pipeline.results import QualityResult, Report, TaskResult, VariantReport, VariantResults
 from pipeline.serving_tables import serving_markdown, serving_notes
 from pipeline.speed_columns import speed_markdown
 from pipeline.speed_results import DeviceSpeed, SpeedRow
@@ -59,11 +62,7 @@ def make_report(
 def _rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
     """Header and one row a variant: the triple speed, memory, quality beside the baseline."""
     baseline = report.variant(report.baseline)
-    tasks = list(
-        dict.fromkeys(
-            task for variant in report.variants if variant.quality for task in variant.quality.tasks
-        )
-    )
+    tasks = _shown_tasks(report)
     sizes = list(
         dict.fromkeys(
             row.batch_size
@@ -85,6 +84,14 @@ def _rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
         row += [_score_cell(variant, task) for task in tasks]
         rows.append(row)
     return header, rows
+
+
+def _shown_tasks(report: Report) -> list[str]:
+    """Groups, and the tasks of none: every task has a row in the report's table of tasks."""
+    found = [variant.quality for variant in report.variants if variant.quality]
+    grouped = {task for quality in found for tasks in quality.groups.values() for task in tasks}
+    alone = (task for quality in found for task in quality.tasks if task not in grouped)
+    return list(dict.fromkeys((*(name for quality in found for name in quality.groups), *alone)))
 
 
 def _verdict_cell(variant: VariantReport, report: Report) -> str:
@@ -158,13 +165,23 @@ def _task_title(report: Report, task: str) -> str:
 
 def _score_cell(variant: VariantReport, task: str) -> str:
     result = variant.quality.tasks.get(task) if variant.quality else None
+    if variant.quality and task in variant.quality.groups:
+        return _group_cell(variant.quality, task)
     if result is None:
         return "–"
     metric = result.metrics[_shown_metric(result)]
     if metric.score is not None and metric.score > 1:
         return _number(metric.score, ".4g")
     error = f" ± {metric.stderr:.3f}" if metric.stderr is not None else ""
-    return _number(metric.score, ".3f") + error
+    return _number(metric.score, ".3f") + error + documents_cell(result)
+
+
+def _group_cell(quality: QualityResult, group: str) -> str:
+    _, score = group_scores(quality).get(group, ("", None))
+    if score is None:
+        return "–"
+    error = "" if score.weighted_stderr is None else f" ± {score.weighted_stderr:.3f}"
+    return f"{score.weighted:.3f}{error}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -237,6 +254,12 @@ def markdown(report: Report) -> str:
     notes = [f"- {variant.name}: {note}" for variant in report.variants for note in _notes(variant)]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
+    quality = quality_markdown(report)
+    if quality:
+        parts += ["## Quality", quality]
+    held = distribution_markdown(report)
+    if held:
+        parts += ["## Distribution on held text", held]
     parts += ["## Speed", _speed_markdown(report)]
     served = serving_markdown(report)
     if served:
@@ -277,6 +300,7 @@ def _notes(variant: VariantReport) -> list[str]:
         )
         notes += [variant.quality.agreement.text] if variant.quality.agreement else []
         notes += variant.quality.notes
+        notes += variant.quality.distribution.notes if variant.quality.distribution else ()
         notes += [f"{name}: {note}" for name, task in variant.quality.tasks.items() for note in task.notes]
     return [*notes, *(f"{failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures)]
 

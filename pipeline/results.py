@@ -14,7 +14,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pipeline.capacity_results import CapacityResult
-from pipeline.measured import StageFailure
+from pipeline.distribution_results import DistributionResult
+from pipeline.measured import Distribution, StageFailure
 from pipeline.serving_results import ServingCost, ServingResult
 from pipeline.speed_results import DeviceSpeed, MemoryResult, SpeedResult
 from pipeline.values import Value
@@ -114,7 +115,9 @@ class MetricScore(Value):
 
 
 class Sample(Value):
-    """One document: its hash and its value for every metric.
+    """One document: its hash and its value for every metric; `prompt_hash` is that of what the model was asked.
+
+    `answer_hash` is that of its log-likelihoods to the last bit; None for generated text.
 
     Rolling log-likelihood tasks hold `log_likelihood_nats`, `words`, `utf8_bytes` and `tokens` instead of
     a score, so that perplexities of any unit follow from sums.
@@ -122,10 +125,21 @@ class Sample(Value):
 
     doc_hash: str
     metrics: dict[str, float]
+    prompt_hash: str | None = None
+    answer_hash: str | None = None
 
 
 class TaskResult(Value):
-    """One lm-eval task on one checkpoint."""
+    """One lm-eval task on one checkpoint.
+
+    `scored_tokens` are what lm-eval alone would have put through the model for its log-likelihoods, padding left out,
+    `computed_tokens` what went through; None where nothing was scored so. `scoring` is the way they were computed.
+    Evaluated sequentially, `documents` of `available_documents` were answered, and each bound of the paired
+    drop holds with `look_confidence`; both are None where a task's documents were fixed beforehand.
+    `void` says why no verdict can rest on the task. `chance_score` is what guessing gets where there are choices.
+    `unextracted` counts, for each filter that extracts an answer, the documents in which it found none;
+    `truncated_outputs` are generated answers that the length limit ended, `output_tokens` the lengths of all of them.
+    """
 
     task: str
     output_type: str
@@ -139,6 +153,19 @@ class TaskResult(Value):
     primary_metric: str
     metrics: dict[str, MetricScore]
     samples: tuple[Sample, ...]
+    available_documents: int | None = None
+    scoring: Literal["shared prefixes", "lm-eval"] = "lm-eval"
+    scored_tokens: int | None = None
+    computed_tokens: int | None = None
+    look_confidence: float | None = None
+    fewshot_source: str | None = None
+    void: str | None = None
+    chance_score: float | None = None
+    empty_prompts: int = 0
+    double_bos_prompts: int = 0
+    output_tokens: Distribution | None = None
+    truncated_outputs: int | None = None
+    unextracted: dict[str, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -185,7 +212,8 @@ class EngineAgreement(Value):
 class QualityResult(Value):
     """All tasks of one variant, on one engine, with everything both arms must share.
 
-    `agreement` compares that engine with the one that is timed, where it is another one.
+    `agreement` compares that engine with the one that is timed, where it is another one; `distribution` is that of
+    the same loaded model on held text, where the recipe names one.
     """
 
     engine: str
@@ -196,20 +224,45 @@ class QualityResult(Value):
     limit: int | None
     limits: dict[str, int] = Field(default_factory=dict)
     chat_template_hash: str | None
+    chat_template_applied: bool = False
     tokenizer_hash: str
     adds_bos_token: bool
     harness_version: str
     tasks: dict[str, TaskResult]
+    groups: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     logits_finite: bool
     agreement: EngineAgreement | None = None
+    distribution: DistributionResult | None = None
     notes: tuple[str, ...] = ()
 
 
 # --- judgement ------------------------------------------------------------------------------------------
 
 
+class Power(Value):
+    """What a number of documents decides, one-sided at 80 % power, when nothing is lost in truth.
+
+    `documents_needed` are those that a margin needs, `detectable_points` is the smallest margin that `documents`
+    decide, None where their number isn't known. `flip_rate` is the share of answers that change, either way; of
+    graded scores the variance of a document's difference, which counts the same.
+    """
+
+    documents: int | None
+    flip_rate: float
+    detectable_points: float | None
+    documents_needed: int
+
+    @property
+    def decides(self) -> bool | None:
+        """Whether the documents are enough for the margin."""
+        return None if self.documents is None else self.documents >= self.documents_needed
+
+
 class Finding(Value):
-    """What one rule says of one candidate. `because` is one plain sentence."""
+    """What one rule says of one candidate. `because` is one plain sentence.
+
+    `power` is what the documents could have decided at the flip rate that was observed.
+    """
 
     rule: str
     subject: str = ""
@@ -219,6 +272,7 @@ class Finding(Value):
     unit: str
     interval: tuple[float, float] | None = None
     because: str
+    power: Power | None = None
 
 
 class Reconciliation(Value):
@@ -259,7 +313,10 @@ class CostResult(Value):
 
 
 class VariantResults(Value):
-    """Everything measured of one variant; a stage that wasn't asked for or failed is None."""
+    """Everything measured of one variant; a stage that wasn't asked for or failed is None.
+
+    `null_quality` is the baseline's quality once more, at another batch size: what differs is noise.
+    """
 
     name: str
     precision: str
@@ -272,6 +329,7 @@ class VariantResults(Value):
     serving: ServingResult | None = None
     capacity: CapacityResult | None = None
     quality: QualityResult | None = None
+    null_quality: QualityResult | None = None
     cost: CostResult | None = None
     planned: tuple[Reconciliation, ...] = ()
     failures: tuple[StageFailure, ...] = ()

@@ -38,6 +38,7 @@ def _variant_results(state: RunState, variant: VariantSpec) -> VariantResults:
         serving=serving,
         capacity=state.capacity.get(name),
         quality=state.quality.get(name),
+        null_quality=state.null_quality if name == state.recipe.baseline else None,
         cost=cost_of(speed, serving, dollars_per_hour=price),
         failures=tuple(state.failures.get(name, ())) + _unreached(state, name),
     )
@@ -54,13 +55,20 @@ def _unreached(state: RunState, name: str) -> tuple[StageFailure, ...]:
         "serving": state.recipe.serving is None
         or (state.serving is not None and name in state.serving.variants),
         "capacity": state.recipe.capacity is None or name in state.capacity,
-        "quality": state.recipe.quality is None or name in state.quality,
+        "quality": state.recipe.quality is None or _has_quality(state, name),
     }
     return tuple(
         failure(stage, "interrupted", "the run was stopped before this stage")
         for stage, done in has.items()
         if not done and stage not in told
     )
+
+
+def _has_quality(state: RunState, name: str) -> bool:
+    """The baseline's quality is complete with the null run that the recipe asks for."""
+    spec = state.recipe.quality
+    asked = spec is not None and spec.null_batch_size is not None and name == state.recipe.baseline
+    return name in state.quality and (not asked or state.null_quality is not None)
 
 
 def cost_of(

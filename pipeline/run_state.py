@@ -47,6 +47,7 @@ class RunState:
     serving: ServingStageResult | None = None
     capacity: dict[str, CapacityResult] = field(default_factory=dict)
     quality: dict[str, QualityResult] = field(default_factory=dict)
+    null_quality: QualityResult | None = None
     failures: dict[str, list[StageFailure]] = field(default_factory=dict)
     reused: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -116,8 +117,20 @@ def step_names(recipe: ExpandedRecipe) -> tuple[str, ...]:
         *(["speed"] if recipe.speed else []),
         *(["serving"] if recipe.serving else []),
         *(f"capacity {name}" for name in names if recipe.capacity),
-        *(f"quality {name}" for name in names if recipe.quality),
+        *(_quality_steps(recipe) if recipe.quality else []),
     )
+
+
+def null_step(variant: str) -> str:
+    """The step in which the baseline is evaluated again."""
+    return f"null run {variant}"
+
+
+def _quality_steps(recipe: ExpandedRecipe) -> list[str]:
+    steps = [f"quality {variant.name}" for variant in recipe.ordered()]
+    if recipe.quality and recipe.quality.null_batch_size:
+        steps.insert(1, null_step(recipe.baseline))
+    return steps
 
 
 def _run_folder(store: Store, loaded: LoadedRecipe) -> Path:

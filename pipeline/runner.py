@@ -19,14 +19,16 @@ from typing import Any, TypeVar
 from pipeline.capacity_results import CapacityResult
 from pipeline.capacity_stage import is_whole, measure_capacity
 from pipeline.checkpoint import read_manifest, verify
+from pipeline.early_stopping import Stopping, plan_stopping
 from pipeline.errors import PipelineError, StageError
 from pipeline.measured import StageFailure
 from pipeline.model_source import random_source_record, read_config, source_record, trained_folder
 from pipeline.planning import MEASURED_DEVICE
 from pipeline.processes import WorkerError, run_stage
 from pipeline.recipe_sections import VariantSpec
+from pipeline.reference_step import ensure_reference, with_reference
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
-from pipeline.run_state import RunState, failure
+from pipeline.run_state import RunState, failure, null_step
 from pipeline.serving_results import ServingResult, ServingStageResult
 from pipeline.serving_stage import measure_serving
 from pipeline.speed_results import SpeedStageResult
@@ -38,7 +40,7 @@ from pipeline.stages import (
     RandomVariantRequest,
 )
 from pipeline.store import Store
-from pipeline.tasks import inputs_digest
+from pipeline.tasks import QualityRequest, inputs_digest
 from pipeline.values import AnyValue, Value
 
 
@@ -60,6 +62,8 @@ def run_stages(state: RunState) -> None:
             _capacity(state, variant)
         for variant in state.recipe.ordered():
             _quality(state, variant)
+            if variant.name == state.recipe.baseline:
+                _null_run(state, variant)
     except KeyboardInterrupt:
         state.interrupted = True
         state.progress.say("interrupted: finished stages are kept; the same command goes on from here")
@@ -268,34 +272,84 @@ def _capacity(state: RunState, variant: VariantSpec) -> None:
         return measure_capacity(request, log=state.log, progress=state.progress.tell)
 
     result = _stored_stage(
-        state, "capacity", variant.name, key=key, kind=CapacityResult, measure=measure, keeps=is_whole
+        state,
+        "capacity",
+        variant.name,
+        key=key,
+        kind=CapacityResult,
+        measure=measure,
+        step=f"capacity {variant.name}",
+        keeps=is_whole,
     )
     if result:
         state.capacity[variant.name] = result
 
 
 def _quality(state: RunState, variant: VariantSpec) -> None:
-    if state.recipe.quality is None or _skips(state, variant, "quality"):
+    request = state.ready.quality
+    if request is None or _skips(state, variant, "quality"):
         return
-    assert state.ready.quality is not None
+    step, stopping = f"quality {variant.name}", _stopping(state, variant)
+    result = _evaluated(state, variant, request, step=step, stopping=stopping)
+    if result:
+        state.quality[variant.name] = result
+
+
+def _stopping(state: RunState, variant: VariantSpec) -> Stopping | None:
+    """Where a candidate may stop; without the baseline's answers nothing can be decided early."""
+    spec, baseline = state.recipe.quality, state.quality.get(state.recipe.baseline)
+    if spec is None or not spec.sequential or baseline is None or variant.name == state.recipe.baseline:
+        return None
+    asked = {
+        task: [rule.early_margins(task, baseline) for rule in state.recipe.gate] for task in baseline.tasks
+    }
+    return plan_stopping(baseline, asked=asked)
+
+
+def _null_run(state: RunState, variant: VariantSpec) -> None:
+    """The baseline again at another batch size; a baseline without quality has no noise to know."""
+    spec, request = state.recipe.quality, state.ready.quality
+    if spec is None or request is None or spec.null_batch_size is None or variant.name not in state.quality:
+        return
+    again = request.model_copy(update={"batch_size": spec.null_batch_size})
+    state.null_quality = _evaluated(state, variant, again, step=null_step(variant.name))
+
+
+def _evaluated(
+    state: RunState,
+    variant: VariantSpec,
+    asked: QualityRequest,
+    *,
+    step: str,
+    stopping: Stopping | None = None,
+) -> QualityResult | None:
+    """One checkpoint's answers, from the store or a worker; who asks for them, and why, isn't in the key.
+
+    The answers of a worker that is stopped are kept for the run that goes on with it.
+    """
+    assert state.recipe.quality is not None
     request = QualityStageRequest(
         checkpoint=state.runnable(variant),
         compute_dtype=state.ready.quality_dtype(state.recipe.quality, folder=state.checkpoints[variant.name]),
-        quality=state.ready.quality,
+        quality=asked,
+        stopping=stopping,
+        distribution=with_reference(state),
     )
-    key = quality_key(
-        request,
-        machine=state.machine,
-        manifest=state.manifests[variant.name],
-        inputs=inputs_digest(state.ready.quality),
-    )
+    manifest, inputs = state.manifests[variant.name], inputs_digest(asked)
+    key = quality_key(request, machine=state.machine, manifest=manifest, inputs=inputs)
+    answers = state.store.answers_path(key)
 
     def measure() -> QualityResult:
-        return run_stage("quality", request, QualityResult, log=state.log, progress=state.progress.tell)
+        ensure_reference(state, request.distribution)
+        keeping = request.model_copy(update={"answers": str(answers)})
+        return run_stage("quality", keeping, QualityResult, log=state.log, progress=state.progress.tell)
 
-    result = _stored_stage(state, "quality", variant.name, key=key, kind=QualityResult, measure=measure)
-    if result:
-        state.quality[variant.name] = result
+    result = _stored_stage(
+        state, "quality", variant.name, key=key, kind=QualityResult, measure=measure, step=step
+    )
+    if state.store.result_path("quality", key).exists():
+        answers.unlink(missing_ok=True)
+    return result
 
 
 def _stored_stage(
@@ -306,6 +360,7 @@ def _stored_stage(
     key: str,
     kind: type[AnyValue],
     measure: Callable[[], AnyValue],
+    step: str,
     keeps: Callable[[AnyValue], bool] = lambda _: True,
 ) -> AnyValue | None:
     def make() -> AnyValue:
@@ -315,7 +370,7 @@ def _stored_stage(
         return result
 
     stored = partial(state.store.get, stage, key, kind)
-    return _stage(state, stage, [variant], step=f"{stage} {variant}", stored=stored, make=make)
+    return _stage(state, stage, [variant], step=step, stored=stored, make=make)
 
 
 def _stage(

@@ -20,7 +20,7 @@ from pipeline.quantizers.base import Quantizer
 from pipeline.recipe_sections import ServingSpec, SpeedSpec, Workload
 from pipeline.results import CheckpointManifest, SourceRecord
 from pipeline.serving_load import ServingLoad
-from pipeline.stages import QualityStageRequest
+from pipeline.stages import QualityStageRequest, ReferenceRequest
 from pipeline.store import file_sha256
 from pipeline.values import digest
 
@@ -36,6 +36,15 @@ _RUNNING = (
     *(*_LOADING, "engines", "stages.py", "live_tensors.py", "process_memory.py", "device_runtime.py"),
     *("compiled_decode.py", "vllm_stepping.py", "vllm_session.py"),
     *("llama_library.py", "llama_model.py", "llama_buffers.py"),
+)
+_DISTRIBUTION = (
+    *(
+        "distribution.py",
+        "distribution_text.py",
+        "distribution_reference.py",
+        "distribution_run.py",
+        "split_model.py",
+    ),
 )
 _CODE = {
     "random-weights": (*_LOADING, "checkpoint.py", "coverage.py"),
@@ -61,8 +70,24 @@ _CODE = {
     ),
     "quality": (
         *(*_RUNNING, "quality.py", "tasks.py", "task_scores.py", "harness_setting.py", "tokenizer_facts.py"),
-        "engine_agreement.py",
+        *(
+            "engine_agreement.py",
+            "answer_journal.py",
+            "token_trie.py",
+            "prefix_scoring.py",
+            "log_likelihoods.py",
+        ),
+        *(
+            "harness.py",
+            "task_validity.py",
+            "task_rounds.py",
+            "early_stopping.py",
+            "sequential.py",
+            "paired_margin.py",
+        ),
+        *("statistics.py", *_DISTRIBUTION),
     ),
+    "reference": (*_RUNNING, *_DISTRIBUTION, "tokenizer_facts.py"),
 }
 """The files whose change makes a stored result worthless; a folder stands for all of its files."""
 
@@ -127,13 +152,28 @@ def quality_key(
     """Quality of one variant; `inputs` is the digest of task files, data and harness."""
     fields = request.model_dump(mode="json")
     fields["checkpoint"].pop("folder")
+    fields.pop("answers")  # where they are kept
     if request.checkpoint.engine.kind == "transformers":
         fields["checkpoint"].pop(
             "engine"
         )  # what is timed then doesn't matter: quality has settings of its own
     for place in ("task_folders", "data_folder"):
         fields["quality"].pop(place)  # their content is in `inputs`
+    for place in ("text", "reference") if request.distribution else ():
+        fields["distribution"].pop(place)  # a hash and a key say what lies there
     return digest([_base("quality"), machine, manifest.content_digest(), fields, inputs])
+
+
+def reference_key(request: ReferenceRequest, *, machine: str, manifest: CheckpointManifest) -> str:
+    """The baseline's distribution of a text; where text, checkpoint and result lie doesn't matter."""
+    asked = request.distribution
+    settings = [asked.text_sha256, asked.context_tokens, asked.max_tokens, request.compute_dtype]
+    ran = [
+        request.checkpoint.quantizer.model_dump(mode="json"),
+        request.checkpoint.device,
+        request.batch_size,
+    ]
+    return digest([_base("reference"), machine, manifest.content_digest(), settings, ran])
 
 
 def _base(stage: str) -> dict[str, Any]:

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pipeline.alternation import TurnResult
+from pipeline.answer_journal import AnswerJournal
 from pipeline.checkpoint import build_manifest, check_earned_label, write_manifest
+from pipeline.distribution_reference import Reference
+from pipeline.distribution_results import DistributionRequest
+from pipeline.distribution_run import measure_distribution, write_reference
+from pipeline.distribution_text import read_windows
+from pipeline.early_stopping import Stopping
 from pipeline.energy import EnergyMeter, energy_meter, joules_of_work
 from pipeline.engine_agreement import Observed, compare, observe, text_tokens
 from pipeline.engines.base import Session
@@ -99,11 +105,27 @@ class SpeedQuestion(Value):
 
 
 class QualityStageRequest(Value):
-    """lm-eval tasks on a checkpoint."""
+    """lm-eval tasks on a checkpoint; tasks of `stopping` end when they are decided.
+
+    In the file `answers` every batch's answers are kept, and those that are there aren't computed again.
+    """
 
     checkpoint: RunnableCheckpoint
     compute_dtype: Literal["float32", "bfloat16", "float16"]
     quality: QualityRequest
+    stopping: Stopping | None = None
+    answers: str | None = None
+    distribution: DistributionRequest | None = None
+
+
+class ReferenceRequest(Value):
+    """A checkpoint's distribution of a text into the (empty) folder `out`."""
+
+    checkpoint: RunnableCheckpoint
+    compute_dtype: Literal["float32", "bfloat16", "float16"]
+    distribution: DistributionRequest
+    batch_size: int
+    out: str
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -283,6 +305,9 @@ def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResul
     checkpoint, folder = request.checkpoint, Path(request.checkpoint.folder)
     reference = Transformers(compute_dtype=request.compute_dtype)
     timed = None if checkpoint.engine.kind == reference.kind else _text_by(checkpoint, progress=progress)
+    held = (
+        read_windows(request.distribution, folder=folder) if request.distribution else None
+    )  # before hours of tasks
     progress("loading")
     session = reference.open(folder, quantizer=checkpoint.quantizer, device=checkpoint.device)
     agreement = None
@@ -299,8 +324,39 @@ def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResul
         compute_dtype=request.compute_dtype,
         device=checkpoint.device,
         progress=progress,
+        journal=AnswerJournal(Path(request.answers)) if request.answers else None,
+        stopping=request.stopping,
     )
-    return result.model_copy(update={"agreement": agreement})
+    distribution = (
+        measure_distribution(
+            session.model,
+            held,
+            request=request.distribution,
+            batch_size=request.quality.batch_size,
+            progress=progress,
+        )
+        if held and request.distribution
+        else None
+    )
+    return result.model_copy(update={"agreement": agreement, "distribution": distribution})
+
+
+def reference(request: ReferenceRequest, *, progress: Progress) -> Reference:
+    """Load the checkpoint as `quality` does and write its distribution. Raises StageError when it isn't finite."""
+    checkpoint, folder = request.checkpoint, Path(request.checkpoint.folder)
+    held = read_windows(request.distribution, folder=folder)
+    progress("loading")
+    session = Transformers(compute_dtype=request.compute_dtype).open(
+        folder, quantizer=checkpoint.quantizer, device=checkpoint.device
+    )
+    return write_reference(
+        session.model,
+        held,
+        folder=Path(request.out),
+        key=request.distribution.reference_key,
+        batch_size=request.batch_size,
+        progress=progress,
+    )
 
 
 class _Timed(NamedTuple):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
@@ -81,6 +81,15 @@ class BootstrapDifference(Value):
     documents: int
 
 
+class GroupScore(Value):
+    """A group's score over its documents (`weighted`, each counts the same) and over its tasks (`plain`)."""
+
+    documents: int
+    weighted: float
+    plain: float
+    weighted_stderr: float | None
+
+
 def paired_flips(pairs: Sequence[tuple[bool, bool]]) -> Flips:
     """Count (baseline right, candidate right) pairs."""
     counts = Counter((bool(baseline), bool(candidate)) for baseline, candidate in pairs)
@@ -119,7 +128,7 @@ def tango_interval(*, lost: int, gained: int, documents: int, confidence: float 
     z = _normal_quantile(confidence)
 
     def score(drop: float) -> float:
-        return _tango_score(drop, lost=lost, gained=gained, documents=documents)
+        return tango_score(drop, lost=lost, gained=gained, documents=documents)
 
     estimate = (lost - gained) / documents
     return Interval(
@@ -129,8 +138,8 @@ def tango_interval(*, lost: int, gained: int, documents: int, confidence: float 
     )
 
 
-def _tango_score(drop: float, *, lost: int, gained: int, documents: int) -> float:
-    """Score statistic of the hypothesis that the true drop is `drop`; falls as `drop` rises."""
+def tango_score(drop: float, *, lost: int, gained: int, documents: int) -> float:
+    """Tango's score of the hypothesis that the true drop is `drop`: about standard normal, falls as `drop` rises."""
     a = 2.0 * documents
     b = -lost - gained + (2 * documents - lost + gained) * drop
     c = -gained * drop * (1 - drop)
@@ -267,6 +276,47 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = running
     return tuple(adjusted)
+
+
+def holm_claims(claims: Mapping[str, Callable[[int], bool]]) -> frozenset[str]:
+    """Names of the claims that hold together: Holm's step-down procedure without p values.
+
+    Each claim tells whether it would hold with its error divided by so many. The error of all is that of one.
+    """
+    left, held = dict(claims), frozenset[str]()
+    while left:
+        now = {name for name, holds in left.items() if holds(len(left))}
+        if not now:
+            break
+        held |= now
+        left = {name: holds for name, holds in left.items() if name not in now}
+    return held
+
+
+def group_score(
+    scores: Sequence[float], *, documents: Sequence[int], stderrs: Sequence[float | None]
+) -> GroupScore:
+    """The scores of a group's tasks as one: weighted by documents, with the plain mean of tasks beside it.
+
+    The weighted mean's standard error is √Σ (share of the documents × standard error)², None where a task has none.
+    Raises ValueError for lists of other lengths or a task without documents.
+    """
+    if not len(scores) == len(documents) == len(stderrs) or not scores or min(documents) < 1:
+        raise ValueError("a group needs a score, a standard error or None, and documents for each task")
+    total = sum(documents)
+    shares = [count / total for count in documents]
+    known = [error for error in stderrs if error is not None]
+    errors = (
+        (share * error for share, error in zip(shares, known, strict=True))
+        if len(known) == len(stderrs)
+        else None
+    )
+    return GroupScore(
+        documents=total,
+        weighted=math.fsum(share * score for share, score in zip(shares, scores, strict=True)),
+        plain=math.fsum(scores) / len(scores),
+        weighted_stderr=None if errors is None else math.sqrt(math.fsum(error**2 for error in errors)),
+    )
 
 
 def non_inferiority(lower_bound_of_drop: float, upper_bound_of_drop: float, margin: float) -> Decision:

@@ -84,6 +84,14 @@ class Store:
         """Keep a result; readers see the whole of it or nothing."""
         write_atomically(self.result_path(stage, key), value.to_json())
 
+    def answers_path(self, key: str) -> Path:
+        """Where an evaluation under way keeps its answers."""
+        return self.root / "answers" / f"{key}.jsonl"
+
+    def distribution_folder(self, key: str) -> Path:
+        """Folder of a baseline's distribution of a text."""
+        return self.root / "distributions" / key
+
     def checkpoint_folder(self, key: str) -> Path:
         """Folder of a finished checkpoint."""
         return self.root / "checkpoints" / key
@@ -142,6 +150,12 @@ class Store:
                 if time.time() - (partial / JOURNAL_NAME).stat().st_mtime < _UNFINISHED_KEPT_S:
                     continue
             shutil.rmtree(partial, ignore_errors=True)
+        for partial in (self.root / "distributions").glob(".partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        for answers in (self.root / "answers").glob("*.jsonl"):
+            with contextlib.suppress(OSError):
+                if time.time() - answers.stat().st_mtime >= _UNFINISHED_KEPT_S:
+                    answers.unlink()
 
     def file_digest(self, path: Path) -> str:
         """SHA-256 of a file, remembered by path, size, inode and times.

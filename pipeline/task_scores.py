@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.results import MetricScore, Sample
+from pipeline.values import digest
 
 # Metrics of rolling tasks and the unit each is per, by the unit's name in a sample.
 UNITS = {
@@ -25,6 +26,7 @@ UNITS = {
     "bits_per_byte": "utf8_bytes",
     "token_perplexity": "tokens",
 }
+_ANSWER_HASH_LETTERS = 16
 # Errors by nature: a task file that calls one of these better when higher would turn the gate around.
 _LOWER_IS_BETTER = {*UNITS, "perplexity", "brier_score", "ter", "wer", "cer"}
 
@@ -65,11 +67,13 @@ def samples_of(logged: Sequence[Mapping[str, Any]], tokens: Mapping[int, int] | 
     by their turn: the second one's hash ends with `#2`.
     """
     several = len({example["filter"] for example in logged}) > 1
+    answers: dict[int, str | None] = {}
     documents: dict[int, dict[str, float]] = {}
     hashes: dict[int, str] = {}
     for example in sorted(logged, key=lambda example: int(example["doc_id"])):
         number_of = int(example["doc_id"])
         hashes[number_of] = example["doc_hash"]
+        answers[number_of] = _answer_hash(example["resps"])
         values = documents.setdefault(number_of, {})
         if all(map(math.isfinite, _floats(example["resps"]))):
             values |= (
@@ -81,7 +85,7 @@ def samples_of(logged: Sequence[Mapping[str, Any]], tokens: Mapping[int, int] | 
         seen[hashes[number_of]] += 1
         turn = seen[hashes[number_of]]
         doc_hash = hashes[number_of] + (f"#{turn}" if turn > 1 else "")
-        samples.append(Sample(doc_hash=doc_hash, metrics=values))
+        samples.append(Sample(doc_hash=doc_hash, metrics=values, answer_hash=answers[number_of]))
     return tuple(samples)
 
 
@@ -166,6 +170,12 @@ def _floats(value: Any) -> list[float]:
     if isinstance(value, list | tuple):
         return [found for item in value for found in _floats(item)]
     return [value] if isinstance(value, float) else []
+
+
+def _answer_hash(answers: Any) -> str | None:
+    """Digest of every log-likelihood to its last bit; None for generated text, where equal answers prove nothing."""
+    exact = [value.hex() for value in _floats(answers)]
+    return digest(exact)[:_ANSWER_HASH_LETTERS] if exact else None
 
 
 def _sums(unit: str, samples: Sequence[Sample]) -> tuple[float, float]:

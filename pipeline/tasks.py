@@ -19,7 +19,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -39,6 +39,10 @@ _NAME_LINE = re.compile(r"^[\"']?(task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[{]+)"
 _INCLUDE_LINE = re.compile(r"^[\"']?include[\"']?:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
 _TAG_BLOCK = re.compile(r"^[\"']?tag[\"']?:[ \t]*(\S.*|(?:\n[ \t]*-[^\n]*)+)", re.MULTILINE)
 _SKIPPED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
+# Keys of a group that say nothing of its members (lm-eval 0.4.13, `GroupConfig`).
+_GROUP_KEYS = {"group", "group_alias", "task", "aggregate_metric_list", "version", "metadata", "tag"}
+INLINE_SEPARATOR = "::"
+"""Stands between a group and a task that only the group's file defines, as in the harness."""
 # Builders of the `datasets` package that read files instead of a repository of the hub.
 _FILE_BUILDERS = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}
 
@@ -49,7 +53,7 @@ class QualityRequest(Value):
     """What the quality stage measures, with every folder absolute.
 
     `data_folder` is what `${EVAL_DATA}` becomes; `limit` is the first N documents of each task,
-    `limits` the same for tasks by name;
+    `limits` the same for tasks by name, or for every task that a group's file defines by the group's name;
     `max_length_tokens` is the longest sequence (prompt and answer), by default the model's own limit.
     """
 
@@ -71,6 +75,11 @@ class QualityRequest(Value):
         if len(set(tasks)) != len(tasks):
             raise ValueError("a task stands twice")
         return tasks
+
+    def limit_of(self, task: str) -> int | None:
+        """How many documents of a task are judged, None for all."""
+        group = task.partition(INLINE_SEPARATOR)[0]
+        return self.limits.get(task, self.limits.get(group, self.limit))
 
 
 class TaskFileError(PrerequisiteError):
@@ -94,11 +103,31 @@ class TaskFile:
     @property
     def members(self) -> tuple[str, ...]:
         """Names a group lists; empty for a plain task."""
-        listed = self.config.get("task")
-        if not isinstance(listed, list):
-            return ()
-        names = [item if isinstance(item, str) else item.get("task") or item.get("group") for item in listed]
+        names = [
+            item if isinstance(item, str) else item.get("task") or item.get("group")
+            for item in self._listed()
+        ]
         return tuple(name for name in names if isinstance(name, str))
+
+    def inline(self, name: str) -> TaskFile | None:
+        """The member `name` where the group itself defines it, under the harness's name for it.
+
+        What the group sets beside its own keys holds for every such member; the member's keys win.
+        """
+        if self.official:  # the harness's own groups name tasks that have files
+            return None
+        for item in self._listed():
+            config = {**self._shared(), **item} if isinstance(item, Mapping) else {}
+            if config.get("task") == name and "dataset_path" in config:
+                return replace(self, name=f"{self.name}{INLINE_SEPARATOR}{name}", config=config)
+        return None
+
+    def _listed(self) -> list[Any]:
+        listed = self.config.get("task")
+        return listed if isinstance(listed, list) else []
+
+    def _shared(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in _GROUP_KEYS}
 
 
 @dataclass
@@ -145,6 +174,12 @@ def leaves(request: QualityRequest) -> dict[str, TaskFile]:
     return {name: file for name, file in _with_members(request).items() if not file.members}
 
 
+def group_tasks(request: QualityRequest) -> dict[str, tuple[str, ...]]:
+    """Each requested group's plain tasks under the names of their results, groups inside it opened."""
+    groups = {name: file for name, file in find_tasks(request).items() if file.members}
+    return {name: tuple(leaves(request.model_copy(update={"tasks": (name,)}))) for name in groups}
+
+
 def text_digest(file: TaskFile) -> str:
     """Digest of a task's YAML, its includes and the Python files they name, wherever they lie."""
     return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in file.read])
@@ -175,15 +210,14 @@ def rendered(request: QualityRequest) -> Iterator[tuple[Path, bool]]:
     takes to index its 14,000 files; official groups need that index.
     """
     files = _with_members(request)
-    needs_index = any(file.official for file in files.values()) and any(f.members for f in files.values())
+    needs_index = any(file.official and file.members for file in files.values())
     placeholders = _placeholders(request)
     with tempfile.TemporaryDirectory(prefix="lm-eval-tasks-") as temporary:
         folder = Path(temporary)
+        for path in dict.fromkeys(path for file in files.values() if not file.official for path in file.read):
+            _place(path, folder, request, placeholders)
         for name, file in files.items():
-            if not file.official:
-                for path in file.read:
-                    _place(path, folder, request, placeholders)
-            elif not needs_index:
+            if file.official and not needs_index:
                 (folder / f"{name}.yaml").write_text(f"include: {json.dumps(str(file.path))}\n", "utf-8")
         yield folder, needs_index
 
@@ -215,7 +249,10 @@ def _with_members(request: QualityRequest) -> dict[str, TaskFile]:
         file = pending.pop(0)
         files[file.name] = file
         for name in file.members:
-            pending += _named(name, request, own) if name not in files else []
+            if defined := file.inline(name) if name not in own else None:
+                files[defined.name] = defined
+            else:
+                pending += _named(name, request, own) if name not in files else []
     return files
 
 

@@ -19,8 +19,10 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
+from pipeline.distribution_results import DistributionResult
 from pipeline.measured import Distribution
-from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.null_run import null_noise
+from pipeline.results import Report, Sample, TaskResult, VariantReport, VariantResults
 from pipeline.serving_results import ServingRow
 from pipeline.speed_results import SpeedResult, SpeedRow
 
@@ -56,6 +58,14 @@ PREFIX_FIELDS = ("cold_ttft_s", "cached_ttft_s", "reused_tokens", "times_faster"
 CAPACITY_FIELDS = (
     *("measured_sequences", "predicted_sequences", "context_tokens"),
     *("kv_bytes_per_sequence", "peak_bytes_per_sequence"),
+)
+DISTRIBUTION_FIELDS = (
+    "scored_tokens",
+    *(
+        f"{name}{suffix}"
+        for name in ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+        for suffix in ("", "_stderr")
+    ),
 )
 CHECKPOINT_FIELDS = ("bits_per_weight", "bits_per_block_weight", "weight_bytes_on_disk", "parameters")
 
@@ -103,7 +113,7 @@ def split_finite(
 def variant_metrics(variant: VariantResults, *, baseline: VariantResults | None) -> tuple[TrackedMetric, ...]:
     """Every measured figure of a variant, then its ratios to the baseline (none for the baseline itself)."""
     metrics = [*_checkpoint(variant), *_speed(variant), *_memory(variant), *_capacity(variant)]
-    metrics += [*_serving(variant), *_quality(variant), *_cost(variant)]
+    metrics += [*_serving(variant), *_quality(variant), *_null_run(variant), *_cost(variant)]
     if baseline is not None and baseline.name != variant.name:
         metrics += [*_speedups(variant, baseline), *_memory_fraction(variant, baseline)]
         metrics += _quality_differences(variant, baseline)
@@ -306,6 +316,8 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
         return
     for task, result in variant.quality.tasks.items():
         yield TrackedMetric(f"quality.{task}.documents", result.documents)
+        if result.available_documents is not None:
+            yield from _fields(f"quality.{task}", result, ("available_documents", "look_confidence"))
         for metric, score in result.metrics.items():
             if score.score is not None:
                 yield TrackedMetric(f"quality.{task}.{metric}", score.score)
@@ -314,6 +326,30 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
     if variant.quality.agreement is not None:
         names = ("kl_mean_nats", "kl_p99_nats", "same_top1_share", "same_greedy_tokens")
         yield from _fields("quality.engines", variant.quality.agreement, names)
+    if variant.quality.distribution is not None:
+        yield from _distribution(variant.quality.distribution)
+
+
+def _distribution(result: DistributionResult) -> Iterator[TrackedMetric]:
+    """Perplexities of the held text and, unless there is none, the distance from the baseline's distribution."""
+    yield from _fields("quality.distribution", result, DISTRIBUTION_FIELDS)
+    if result.distance is not None:
+        yield from _fields("quality.distribution", result.distance, tuple(type(result.distance).model_fields))
+
+
+def _null_run(variant: VariantResults) -> Iterator[TrackedMetric]:
+    """What differs between the baseline and itself at another batch size, by task."""
+    try:
+        found = null_noise(variant)
+    except UnmeasuredError:
+        return
+    for noise in found:
+        yield TrackedMetric(f"null_run.{noise.task}.{noise.metric}_floor_percent", noise.floor_percent)
+        yield from _fields(
+            f"null_run.{noise.task}",
+            noise,
+            ("difference", "lost", "gained", "largest_nats", "perplexity_percent"),
+        )
 
 
 def _cost(variant: VariantResults) -> Iterator[TrackedMetric]:
@@ -368,13 +404,23 @@ def _quality_differences(variant: VariantResults, baseline: VariantResults) -> I
         return
     for task in after.tasks:
         try:
-            first, second, _ = comparable_task(task, before, after)
+            first, second, pairs = comparable_task(task, before, after)
         except UnmeasuredError:
             continue
         for metric, score in second.metrics.items():
-            old = first.metrics[metric].score if metric in first.metrics else None
+            old = _score_on(pairs, metric, first)
             if score.score is not None and old is not None:
                 yield TrackedMetric(f"vs_baseline.quality.{task}.{metric}_difference", score.score - old)
+
+
+def _score_on(pairs: Sequence[tuple[Sample, Sample]], metric: str, baseline: TaskResult) -> float | None:
+    """The baseline's score on the documents of `pairs`, which may be some of those that it answered."""
+    if metric not in baseline.metrics:
+        return None
+    if len(pairs) == baseline.documents:
+        return baseline.metrics[metric].score
+    values = [before.metrics[metric] for before, _ in pairs if metric in before.metrics]
+    return sum(values) / len(values) if len(values) == len(pairs) else None
 
 
 def _unique(metrics: Iterable[TrackedMetric]) -> Iterator[TrackedMetric]:

@@ -67,6 +67,8 @@ def _run(stage: str, request: str, *, progress: Callable[[str], None]) -> Value:
         return stages.quantize(stages.QuantizeRequest.model_validate_json(request), progress=progress)
     if stage == "quality":
         return stages.quality(stages.QualityStageRequest.model_validate_json(request), progress=progress)
+    if stage == "reference":
+        return stages.reference(stages.ReferenceRequest.model_validate_json(request), progress=progress)
     if stage == "random-weights":
         return stages.random_variant(
             stages.RandomVariantRequest.model_validate_json(request), progress=progress

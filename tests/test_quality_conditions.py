@@ -45,7 +45,7 @@ def test_the_recipes_maximum_length_reaches_the_model(
     document = {"question": "x" * 200, "answers": ["yes", "no"], "right": 0}
     write_task(tmp_path, "quiz", CHOICES, [document])
     task = run(model, checkpoint, request_for(tmp_path, "quiz", max_length_tokens=64)).tasks["quiz"]
-    assert set(seen_lengths) == {64}
+    assert max(seen_lengths) == 64
     assert task.truncated_prompts == 2
     with pytest.raises(StageError, match=r"max_length_tokens is 4096, the model reads at most 512"):
         run(model, checkpoint, request_for(tmp_path, "quiz", max_length_tokens=4096))

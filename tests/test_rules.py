@@ -24,6 +24,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "min_capacity": {"factor": 1.5},
     "max_quality_drop": {"points": 2.0},
     "max_perplexity_increase": {"percent": 1.0},
+    "max_kl": {"mean_nats": 0.02},
+    "min_top1_agreement": {"percent": 95.0},
 }
 
 

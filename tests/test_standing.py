@@ -131,7 +131,7 @@ def test_a_package_s_own_file_imports_nothing() -> None:
     ("package", "allowed"),
     [
         ("mlflow", r"tracking(_\w+)?"),
-        ("lm_eval", r"quality|tasks|task_checks|harness_setting"),
+        ("lm_eval", r"quality|harness|tasks|task_checks|harness_setting"),
         ("yaml", r"yaml_document|tasks"),
         ("bitsandbytes", r"quantizers\.bitsandbytes"),
         ("optimum", r"quantizers\.quanto|quanto_weights"),
@@ -155,7 +155,7 @@ def test_no_code_of_a_model_s_own_is_ever_trusted() -> None:
 
 NOTHING_IS_COMPUTED = {
     *("values", "errors", "progress", "packages", "store", "measured"),
-    *("results", "speed_results", "capacity_results", "serving_results"),
+    *("results", "speed_results", "capacity_results", "serving_results", "distribution_results"),
 }
 WRITES_CHECKPOINTS = {
     *("checkpoint", "coverage", "gguf_conversion", "gguf_converter", "llama_quantize", "shard_writer"),
@@ -216,7 +216,7 @@ def test_a_stage_s_key_holds_the_code_of_what_it_runs(stage: str, plugins: set[s
 
 
 def test_keys_name_files_that_there_are() -> None:
-    for stage in ("random-weights", "quantize", "speed", "serving", "capacity", "quality"):
+    for stage in ("random-weights", "quantize", "speed", "serving", "capacity", "quality", "reference"):
         assert all((PACKAGE / name).exists() for name in code_names(stage))
 
 
@@ -316,7 +316,9 @@ def filled(package: str, kind: str) -> dict[str, Any]:
         if field.is_required():
             block[name] = (get_args(field.annotation) or (1.5,))[0]
     if package == "pipeline.rules":
-        alternative = next((name for name in ("fraction", "factor") if name in fields(package, kind)), None)
+        alternative = next(
+            (name for name in ("fraction", "factor", "mean_nats") if name in fields(package, kind)), None
+        )
         block |= {alternative: 0.6} if alternative else {}
     return block
 
@@ -382,7 +384,7 @@ def recipe_with(folder: Path, package: str, block: dict[str, Any]) -> ExpandedRe
         "variants": [{"name": "fp16"}, variant],
         "speed": {},
         "capacity": {"context_tokens": 256},
-        "quality": {"tasks": ["piqa"]},
+        "quality": {"tasks": ["piqa"], "distribution": {"text": "held.txt"}},
         "gate": rules,
     }
     path = folder / "recipe.yaml"

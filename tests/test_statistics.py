@@ -11,6 +11,7 @@ from pipeline.statistics import (
     detectable_drop,
     documents_to_decide,
     documents_to_detect,
+    group_score,
     holm,
     mcnemar_exact_p,
     non_inferiority,
@@ -58,6 +59,11 @@ def test_flips_both_ways_are_counted_even_when_they_cancel() -> None:
         (0, 1, 44, 0.95, -0.096, 0.037),
         # Airway hyper-responsiveness (Bentur et al. 2009), 95 % interval (Fagerland, Lydersen, Laake 2014).
         (1, 7, 21, 0.975, -0.517, -0.026),
+        # Complete response after consolidation therapy (Cavo et al. 2012), 95 % interval (Fagerland et al., Statistical
+        # Analysis of Contingency Tables, 2017, chapter 8).
+        (6, 16, 161, 0.975, -0.1240, -0.0054),
+        # R's PropCIs 0.3, scoreci.mp(25, 28, 618), 90 % interval.
+        (28, 25, 618, 0.95, -0.0148, 0.0247),
     ],
 )
 def test_tango_interval_matches_published_examples(
@@ -190,6 +196,21 @@ def test_holm_rejects_what_bonferroni_would_not() -> None:
     assert holm([0.04, 0.001, 0.02, 0.013]) == pytest.approx((0.04, 0.004, 0.04, 0.039))
     assert holm([0.9, 0.8]) == (1.0, 1.0)
     assert holm([]) == ()
+
+
+def test_a_group_s_score_counts_documents_with_the_plain_mean_beside_it() -> None:
+    score = group_score([0.713384, 0.389078], documents=[2376, 1172], stderrs=[0.0093, None])
+    assert score.documents == 3548
+    assert score.weighted == pytest.approx(0.606257, abs=1e-6)
+    assert score.plain == pytest.approx(0.551231, abs=1e-6)
+    assert score.weighted_stderr is None
+
+
+def test_a_group_s_standard_error_shrinks_with_its_documents() -> None:
+    score = group_score([0.5, 0.6], documents=[100, 100], stderrs=[0.04, 0.04])
+    assert score.weighted_stderr == pytest.approx(0.028284, abs=1e-6)
+    with pytest.raises(ValueError, match="for each task"):
+        group_score([0.5], documents=[100, 100], stderrs=[0.04])
 
 
 def test_non_inferiority_has_three_outcomes() -> None:

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
 from pipeline.comparison import UnmeasuredError
-from pipeline.results import Finding, FindingOutcome, VariantResults
+from pipeline.early_stopping import Margin
+from pipeline.results import Finding, FindingOutcome, Power, QualityResult, VariantResults
 from pipeline.values import Value
 
 
@@ -20,10 +21,20 @@ class Rule(Value, ABC):
     kind: str
     needs: ClassVar[frozenset[Literal["speed", "capacity", "quality"]]] = frozenset()
     """Stages whose results the rule reads; a recipe without such a section is refused."""
+    quality_blocks: ClassVar[frozenset[str]] = frozenset()
+    """Blocks of the quality section that the rule reads besides; a recipe without them is refused."""
 
     @abstractmethod
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
         """At least one finding; rules over tasks give one for each task."""
+
+    def early_margins(self, task: str, baseline: QualityResult) -> tuple[Margin, ...] | None:
+        """What decides this rule on a task, for rules that can be decided before all its documents are answered.
+
+        Empty where the rule doesn't judge the task, None where it needs all documents.
+        """
+        del task, baseline
+        return ()
 
     def finding(
         self,
@@ -35,6 +46,7 @@ class Rule(Value, ABC):
         observed: float | None = None,
         limit: float | None = None,
         interval: tuple[float, float] | None = None,
+        power: Power | None = None,
     ) -> Finding:
         """A finding in this rule's name."""
         return Finding(
@@ -46,6 +58,7 @@ class Rule(Value, ABC):
             unit=unit,
             interval=interval,
             because=because,
+            power=power,
         )
 
 

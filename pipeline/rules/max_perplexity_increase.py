@@ -7,17 +7,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task, metric_pairs
+from pipeline.null_run import above_noise
 from pipeline.results import Finding, QualityResult, VariantResults
 from pipeline.rules.base import Rule
 from pipeline.statistics import (
     BootstrapDifference,
     Decision,
     documents_for_distance,
+    holm_claims,
     non_inferiority,
     paired_bootstrap,
 )
@@ -57,9 +60,29 @@ class MaxPerplexityIncrease(Rule):
             nothing = "no task measures perplexity (rolling log-likelihood), so there is nothing to judge"
             return (self.finding("missing", nothing, unit=self.unit),)
         must_differ = candidate.precision in QUANTIZED and candidate.precision != baseline.precision
-        return tuple(
-            self._judge_task(task, before, after, must_differ=must_differ) for task in dict.fromkeys(names)
+        findings = {
+            task: self._judge_task(task, before, after, must_differ=must_differ)
+            for task in dict.fromkeys(names)
+        }
+
+        def still_fails(task: str, tests: int) -> bool:
+            stricter = self.model_copy(update={"confidence": 1 - (1 - self.confidence) / tests})
+            return stricter._judge_task(task, before, after, must_differ=must_differ).outcome == "fail"
+
+        failed = holm_claims(
+            {
+                task: partial(still_fails, task)
+                for task, finding in findings.items()
+                if finding.outcome != "missing"
+            }
         )
+        held = (
+            finding
+            if finding.outcome != "fail" or task in failed
+            else finding.model_copy(update={"outcome": "inconclusive", "because": _not_together(finding)})
+            for task, finding in findings.items()
+        )
+        return tuple(above_noise(finding, baseline=baseline) for finding in held)
 
     def _judge_task(
         self, task: str, before: QualityResult, after: QualityResult, *, must_differ: bool
@@ -127,6 +150,10 @@ class MaxPerplexityIncrease(Rule):
         if count is None:
             return "no number of documents decides a change that equals the limit"
         return f"about {max(count, result.documents + 1):,} documents would decide if it goes on like this"
+
+
+def _not_together(finding: Finding) -> str:
+    return f"{finding.because} by itself, but not surely once all tasks are looked at (Holm): undecided"
 
 
 def _rolling_tasks(before: QualityResult, after: QualityResult) -> tuple[str, ...]:

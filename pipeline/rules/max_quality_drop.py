@@ -6,52 +6,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task, metric_pairs
+from pipeline.comparison import (
+    UnmeasuredError,
+    comparable_quality,
+    comparable_task,
+    metric_pairs,
+    refuse_chance_level,
+)
+from pipeline.early_stopping import Margin
+from pipeline.null_run import above_noise
+from pipeline.paired_drop import (
+    PairedDrop,
+    documents_needed,
+    p_values,
+    paired_drop,
+    power,
+    surely_above,
+    surely_under,
+)
 from pipeline.results import Finding, QualityResult, TaskResult, VariantResults
 from pipeline.rules.base import Rule
-from pipeline.statistics import (
-    Decision,
-    Flips,
-    documents_for_distance,
-    documents_to_decide,
-    holm,
-    mcnemar_exact_p,
-    non_inferiority,
-    paired_bootstrap,
-    paired_flips,
-    tango_interval,
-)
-from pipeline.values import Value
+from pipeline.sequential import planned_look
+from pipeline.statistics import Decision, group_score, holm, holm_claims
 
 IMPLAUSIBLE_GAIN = 0.2
 """A candidate this much better than the 16-bit baseline, beyond chance, was not measured rightly."""
 
 
-class TaskDrop(Value):
-    """The paired drop of one task, as shares of documents; `flips` only for right/wrong metrics."""
+@dataclass(frozen=True)
+class _Answers:
+    """One task's answers of both arms, a pair a document, more being better; all of the baseline's, and chance."""
 
     metric: str
-    documents: int
-    baseline_score: float
-    candidate_score: float
-    drop: float
-    lower: float | None
-    upper: float | None
-    variance: float
-    flips: Flips | None
-    p: float | None
+    pairs: tuple[tuple[float, float], ...]
+    baseline: tuple[float, ...]
+    chance: float | None
+    confidence: float
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A task or a pooled group, as it is judged; `members` are the answers of each of its tasks."""
+
+    drop: PairedDrop
+    members: tuple[_Answers, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[float, float], ...]:
+        return tuple(pair for member in self.members for pair in member.pairs)
 
 
 class MaxQualityDrop(Rule):
     """Non-inferiority of every task with a score from 0 to 1.
 
-    Right/wrong metrics get Tango's interval of the paired difference and an exact McNemar test, graded ones
-    the paired bootstrap. The bound of each side is one-sided at `confidence`: the drop is inside the limit
-    when its upper bound is, outside when its lower bound is, and otherwise nothing is decided.
+    Right/wrong metrics get Tango's interval of the paired difference and an exact test against the limit, graded ones
+    the paired bootstrap. Passing needs every task, each at `confidence`: an intersection-union test, which needs no
+    correction (Berger, Technometrics 24, 1982, 295-300). A fail is a claim, and claims of several tasks are corrected
+    by Holm's procedure. A group of tasks is judged by its documents pooled, as one.
     """
 
     kind: Literal["max_quality_drop"] = "max_quality_drop"
@@ -59,165 +76,250 @@ class MaxQualityDrop(Rule):
     """Percentage points."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """None: every task whose metric is a score from 0 to 1."""
+    """None: every task whose metric is a score from 0 to 1. Groups may be named."""
     metric: str | None = None
     """None: each task's primary metric."""
+    pool_groups: bool = True
+    """False: every task of a group is judged by itself."""
 
     needs = frozenset({"quality"})
     unit: ClassVar[str] = "points"
 
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
-        """One finding for each task."""
+        """One finding for each task or pooled group."""
         try:
             before, after = comparable_quality(baseline, candidate)
         except UnmeasuredError as reason:
             return (self.finding("missing", str(reason), unit=self.unit),)
-        drops = {task: self._drop_or_reason(task, before, after) for task in self._tasks(before, after)}
-        if not drops:
+        subjects = self._subjects(before, after)
+        if not subjects:
             nothing = "no task has a metric from 0 to 1, so there is nothing to judge"
             return (self.finding("missing", nothing, unit=self.unit),)
-        tested = {task: drop.p for task, drop in drops.items() if isinstance(drop, TaskDrop)}
-        p_values = {task: p for task, p in tested.items() if p is not None}
-        adjusted = dict(zip(p_values, holm(tuple(p_values.values())), strict=True))
+        measured = {name: self._measure(name, tasks, before, after) for name, tasks in subjects.items()}
+        judged = {name: one for name, one in measured.items() if isinstance(one, _Judged)}
+        outcomes, adjusted = self._outcomes(judged), _holm_p(judged)
+        findings = (
+            self.finding("missing", one, unit=self.unit, subject=name, limit=self.points)
+            if isinstance(one, str)
+            else self._finding(name, one, outcomes[name], holm_p=adjusted.get(name), tests=len(judged))
+            for name, one in measured.items()
+        )
         return tuple(
-            self._finding(task, drop, holm_p=adjusted.get(task), tests=len(adjusted))
-            for task, drop in drops.items()
+            above_noise(finding, baseline=baseline, metric=self.metric, tasks=subjects[finding.subject])
+            for finding in findings
         )
 
-    def _tasks(self, before: QualityResult, after: QualityResult) -> tuple[str, ...]:
-        """The named tasks, or every one of either arm that isn't known to have another kind of metric."""
-        if self.tasks is not None:
-            return tuple(dict.fromkeys(self.tasks))
-        names = dict.fromkeys((*before.tasks, *after.tasks))
-        return tuple(
-            name
-            for name in names
-            if not any(self._other_scale(quality.tasks.get(name)) for quality in (before, after))
-        )
-
-    def _other_scale(self, result: TaskResult | None) -> bool:
-        """Whether the task's samples show a metric that isn't a score from 0 to 1."""
-        if result is None:
-            return False
-        if result.output_type == "loglikelihood_rolling":
-            return True
+    def early_margins(self, task: str, baseline: QualityResult) -> tuple[Margin, ...] | None:
+        """The limit, for a task that is judged on its own documents; a pooled group needs all of them."""
+        result = baseline.tasks.get(task)
+        subjects = self._subjects(baseline, baseline)
+        if any(task in tasks for name, tasks in subjects.items() if name != task):
+            return None
+        if result is None or task not in subjects:
+            return ()
         metric = self.metric or result.primary_metric
-        return any(not 0 <= sample.metrics.get(metric, 0.0) <= 1 for sample in result.samples)
+        margin = Margin(
+            metric=metric, drop=self.points / 100, confidence=self.confidence, tests=len(subjects)
+        )
+        return (margin,)
 
-    def _drop_or_reason(self, task: str, before: QualityResult, after: QualityResult) -> TaskDrop | str:
+    def subjects(self, quality: QualityResult) -> tuple[str, ...]:
+        """Names of the tasks and pooled groups that are judged of such a result."""
+        return tuple(self._subjects(quality, quality))
+
+    def _subjects(self, before: QualityResult, after: QualityResult) -> dict[str, tuple[str, ...]]:
+        """What is judged, each with its tasks: the named, or all that aren't known to have another kind of metric."""
+        groups = {**after.groups, **before.groups}
+        if self.tasks is not None:
+            named = self.tasks
+        else:
+            grouped = {task for tasks in groups.values() for task in tasks}
+            alone = (name for name in (*before.tasks, *after.tasks) if name not in grouped)
+            named = (*groups, *alone)
+        subjects: dict[str, tuple[str, ...]] = {}
+        for name in named:
+            tasks = groups.get(name, (name,))
+            subjects |= {name: tasks} if self.pool_groups else {task: (task,) for task in tasks}
+        if self.tasks is not None:
+            return subjects
+        return {
+            name: tasks
+            for name, tasks in subjects.items()
+            if not all(self._other_scale(task, before, after) for task in tasks)
+        }
+
+    def _other_scale(self, task: str, *arms: QualityResult) -> bool:
+        """Whether an arm's samples show a metric that isn't a score from 0 to 1."""
+        for result in (quality.tasks[task] for quality in arms if task in quality.tasks):
+            metric = self.metric or result.primary_metric
+            if result.output_type == "loglikelihood_rolling" or any(
+                not 0 <= sample.metrics.get(metric, 0.0) <= 1 for sample in result.samples
+            ):
+                return True
+        return False
+
+    def _measure(
+        self, name: str, tasks: tuple[str, ...], before: QualityResult, after: QualityResult
+    ) -> _Judged | str:
+        """What was measured of a task or pooled group, or why nothing can be judged."""
         try:
-            return self._drop(task, before, after)
+            members = tuple(self._answers(task, before, after) for task in tasks)
+            judged = _Judged(drop=self._drop(name, members), members=members)
+            self._refuse_implausible(name, judged.drop)
         except UnmeasuredError as reason:
             return str(reason)
+        return judged
 
-    def _drop(self, task: str, before: QualityResult, after: QualityResult) -> TaskDrop:
+    def _answers(self, task: str, before: QualityResult, after: QualityResult) -> _Answers:
         first, second, pairs = comparable_task(task, before, after)
         metric = self.metric or first.primary_metric
         higher_is_better = _direction(task, metric, first, second)
         values = metric_pairs(task, metric, pairs)
         if not all(0 <= value <= 1 for pair in values for value in pair):
             raise UnmeasuredError(f"{task}: {metric} is not a score from 0 to 1, points don't apply to it")
-        good = tuple((b, c) if higher_is_better else (1 - b, 1 - c) for b, c in values)
-        drop = (self._binary if all(v in (0, 1) for pair in good for v in pair) else self._graded)(
-            metric, good
+        return _Answers(
+            metric=metric,
+            pairs=tuple((b, c) if higher_is_better else (1 - b, 1 - c) for b, c in values),
+            baseline=tuple(sample.metrics[metric] for sample in first.samples if metric in sample.metrics),
+            chance=first.chance_score,
+            confidence=self._confidence_of(task, second),
         )
+
+    def _confidence_of(self, task: str, result: TaskResult) -> float:
+        """That of the look at which a sequential evaluation stopped, else the rule's."""
+        if result.look_confidence is None:
+            return self.confidence
+        look = planned_look(
+            result.documents,
+            available_documents=result.available_documents or result.documents,
+            look_confidence=result.look_confidence,
+            confidence=self.confidence,
+        )
+        if look is None:
+            raise UnmeasuredError(
+                f"{task}: stopped after {result.documents} of {result.available_documents} documents by looks that "
+                f"weren't planned for {100 * self.confidence:g} % confidence; judge it by the gate it was run with"
+            )
+        return look.confidence
+
+    def _drop(self, name: str, members: tuple[_Answers, ...]) -> PairedDrop:
+        metrics = dict.fromkeys(member.metric for member in members)
+        if len(metrics) > 1:
+            raise UnmeasuredError(
+                f"{name}: its tasks have different metrics ({', '.join(metrics)}); set metric, or pool_groups: false"
+            )
+        confidence = members[0].confidence
+        if len(members) > 1 and any(member.confidence != self.confidence for member in members):
+            raise UnmeasuredError(
+                f"{name}: a task of it was stopped early, a pooled group needs every document"
+            )
+        (metric,) = metrics
+        pairs = [pair for member in members for pair in member.pairs]
+        drop = paired_drop(metric, pairs, confidence=confidence)
         if drop.baseline_score == 0:
-            raise UnmeasuredError(f"{task}: void, {metric} of the baseline is 0, so no drop could show")
-        self._refuse_implausible(task, drop)
+            raise UnmeasuredError(f"{name}: void, {metric} of the baseline is 0, so no drop could show")
+        answers = [answer for member in members for answer in member.baseline]
+        refuse_chance_level(name, metric, answers, chance=_pooled_chance(members))
         return drop
 
-    def _binary(self, metric: str, good: tuple[tuple[float, float], ...]) -> TaskDrop:
-        flips = paired_flips([(b == 1, c == 1) for b, c in good])
-        interval = tango_interval(
-            lost=flips.lost, gained=flips.gained, documents=flips.documents, confidence=self.confidence
-        )
-        drop = (flips.lost - flips.gained) / flips.documents
-        return TaskDrop(
-            metric=metric,
-            documents=flips.documents,
-            baseline_score=(flips.both_right + flips.lost) / flips.documents,
-            candidate_score=(flips.both_right + flips.gained) / flips.documents,
-            drop=drop,
-            lower=interval.lower,
-            upper=interval.upper,
-            variance=flips.smoothed_flip_rate,
-            flips=flips,
-            p=mcnemar_exact_p(lost=flips.lost, gained=flips.gained),
-        )
-
-    def _graded(self, metric: str, good: tuple[tuple[float, float], ...]) -> TaskDrop:
-        before, after = ([pair[arm] for pair in good] for arm in (0, 1))
-        result = paired_bootstrap(after, before, confidence=self.confidence)
-        assert result.difference is not None
-        # Equal differences everywhere give a bootstrap no width; unseen documents may still differ.
-        unseen = tango_interval(lost=0, gained=0, documents=len(good), confidence=self.confidence).upper
-        reach = 0.0 if result.standard_error else unseen
-        return TaskDrop(
-            metric=metric,
-            documents=len(good),
-            baseline_score=sum(before) / len(good),
-            candidate_score=sum(after) / len(good),
-            drop=result.difference,
-            lower=result.interval.lower - reach if result.interval else None,
-            upper=result.interval.upper + reach if result.interval else None,
-            variance=len(good) * result.standard_error**2 if result.standard_error else 1.0,
-            flips=None,
-            p=None,
-        )
-
-    def _refuse_implausible(self, task: str, drop: TaskDrop) -> None:
+    def _refuse_implausible(self, name: str, drop: PairedDrop) -> None:
         by_chance = drop.p >= 0.05 if drop.p is not None else drop.upper is None or drop.upper >= 0
         if drop.drop <= -IMPLAUSIBLE_GAIN and not by_chance:
             raise UnmeasuredError(
-                f"{task}: implausible, {drop.metric} rose from {drop.baseline_score:.1%} to "
+                f"{name}: implausible, {drop.metric} rose from {drop.baseline_score:.1%} to "
                 f"{drop.candidate_score:.1%} by quantizing"
             )
 
-    def _finding(self, task: str, drop: TaskDrop | str, *, holm_p: float | None, tests: int) -> Finding:
-        if isinstance(drop, str):
-            return self.finding("missing", drop, unit=self.unit, subject=task, limit=self.points)
-        outcome: Decision = "inconclusive"
-        interval = None
-        if drop.lower is not None and drop.upper is not None:
-            outcome = non_inferiority(drop.lower, drop.upper, self.points / 100)
-            interval = (100 * drop.lower, 100 * drop.upper)
-        sentence = f"{_scores(drop)}{_flips(drop, holm_p, tests)}; {self._bounds(drop, outcome)}"
+    def _outcomes(self, judged: Mapping[str, _Judged]) -> dict[str, Decision]:
+        """A pass for each drop that surely is under the limit, a fail for those that are above it all together."""
+        failed = holm_claims(
+            {
+                name: lambda tests, one=one: surely_above(  # type: ignore[misc]
+                    one.drop, one.pairs, margin=self.points / 100, tests=tests
+                )
+                for name, one in judged.items()
+            }
+        )
+        return {
+            name: "pass"
+            if surely_under(one.drop, margin=self.points / 100)
+            else "fail"
+            if name in failed
+            else "inconclusive"
+            for name, one in judged.items()
+        }
+
+    def _finding(
+        self, name: str, one: _Judged, outcome: Decision, *, holm_p: float | None, tests: int
+    ) -> Finding:
+        drop = one.drop
+        known = drop.lower is not None and drop.upper is not None
         return self.finding(
             outcome,
-            sentence,
+            f"{_scores(one)}{_flips(drop, holm_p, tests)}; {self._bounds(one, outcome, tests=tests)}",
             unit=self.unit,
-            subject=task,
+            subject=name,
             observed=100 * drop.drop,
             limit=self.points,
-            interval=interval,
+            interval=(100 * drop.lower, 100 * drop.upper) if known else None,  # type: ignore[operator]
+            power=power(
+                documents=drop.documents,
+                flip_rate=drop.variance,
+                margin=self.points / 100,
+                confidence=drop.confidence,
+            ),
         )
 
-    def _bounds(self, drop: TaskDrop, outcome: Decision) -> str:
+    def _bounds(self, one: _Judged, outcome: Decision, *, tests: int) -> str:
+        drop = one.drop
         verdict = {
             "pass": f"surely under the limit of {self.points:g}",
             "fail": f"surely above the limit of {self.points:g}",
-            "inconclusive": f"undecided against the limit of {self.points:g}; {self._needed(drop)}",
+            "inconclusive": f"undecided against the limit of {self.points:g}{self._nearly(one, tests=tests)}; "
+            f"{self._needed(one, tests=tests)}",
         }[outcome]
         if drop.lower is None or drop.upper is None:
             return f"{drop.documents} document gives no interval, {verdict}"
         return (
             f"the drop of {100 * drop.drop:.2f} points lies in {100 * drop.lower:.2f} … "
-            f"{100 * drop.upper:.2f} ({100 * self.confidence:g} % bounds), {verdict}"
+            f"{100 * drop.upper:.2f} ({100 * drop.confidence:g} % bounds), {verdict}"
         )
 
-    def _needed(self, drop: TaskDrop) -> str:
-        margin = self.points / 100
-        if drop.flips is None:
-            count = documents_for_distance(
-                margin - drop.drop, variance=drop.variance, confidence=self.confidence
-            )
-        else:
-            count = documents_to_decide(
-                margin, flip_rate=drop.variance, true_drop=drop.drop, confidence=self.confidence
-            )
+    def _nearly(self, one: _Judged, *, tests: int) -> str:
+        """Why nothing is decided where a bound alone would."""
+        drop, margin = one.drop, self.points / 100
+        p = p_values(drop, margin=margin)
+        if drop.lower is None or drop.upper is None:
+            return ""
+        if tests > 1 and surely_above(drop, one.pairs, margin=margin, tests=1):
+            return f", above it by itself, but not surely once {tests} tasks are looked at (Holm)"
+        if p is not None and (drop.upper < margin or drop.lower >= margin):
+            exact = p.inside if drop.upper < margin else p.outside
+            return f", since the exact test gives p = {exact:.3f} where {1 - drop.confidence:.3g} is needed"
+        return ""
+
+    def _needed(self, one: _Judged, *, tests: int) -> str:
+        drop, margin = one.drop, self.points / 100
+        error = (1 - drop.confidence) / (tests if drop.drop > margin else 1)
+        count = documents_needed(drop, margin=margin, confidence=1 - error)
         if count is None:
             return "no number of documents decides a drop that equals the limit"
-        return f"about {max(count, drop.documents + 1):,} documents would decide if it goes on like this"
+        more = count - drop.documents
+        return f"about {count:,} documents would decide if it goes on like this, {more:,} more than now"
+
+
+def _pooled_chance(members: tuple[_Answers, ...]) -> float | None:
+    """What guessing gets over all documents; None where a task's chance isn't known."""
+    known = [(member.chance, len(member.baseline)) for member in members if member.chance is not None]
+    if len(known) < len(members):
+        return None
+    return sum(chance * count for chance, count in known) / max(1, sum(count for _, count in known))
+
+
+def _holm_p(judged: Mapping[str, _Judged]) -> dict[str, float]:
+    """McNemar's p of each task after Holm's adjustment, for those that have one."""
+    p_values = {name: one.drop.p for name, one in judged.items() if one.drop.p is not None}
+    return dict(zip(p_values, holm(tuple(p_values.values())), strict=True))
 
 
 def _direction(task: str, metric: str, first: TaskResult, second: TaskResult) -> bool:
@@ -234,13 +336,29 @@ def _direction(task: str, metric: str, first: TaskResult, second: TaskResult) ->
     return directions.pop()
 
 
-def _scores(drop: TaskDrop) -> str:
-    return (
+def _scores(one: _Judged) -> str:
+    drop = one.drop
+    scores = (
         f"{drop.metric}: {drop.baseline_score:.1%} → {drop.candidate_score:.1%} on {drop.documents} documents"
+    )
+    if len(one.members) == 1:
+        return scores
+    counts = [len(member.pairs) for member in one.members]
+    plain = [
+        group_score(
+            [sum(pair[arm] for pair in member.pairs) / len(member.pairs) for member in one.members],
+            documents=counts,
+            stderrs=[None] * len(counts),
+        ).plain
+        for arm in (0, 1)
+    ]
+    return (
+        f"{scores} of {len(counts)} tasks, each document counting the same "
+        f"(plain mean of the tasks: {plain[0]:.1%} → {plain[1]:.1%})"
     )
 
 
-def _flips(drop: TaskDrop, holm_p: float | None, tests: int) -> str:
+def _flips(drop: PairedDrop, holm_p: float | None, tests: int) -> str:
     if drop.flips is None or drop.p is None:
         return ""
     several = f", {holm_p:.4g} after Holm over {tests} tasks" if tests > 1 and holm_p is not None else ""

@@ -1,0 +1,80 @@
+"""On held text the most likely next token must be the baseline's at a share of positions.
+
+>>> MinTop1Agreement(percent=95).confidence
+0.95
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from pipeline.comparison import UnmeasuredError, comparable_distribution, own_distances
+from pipeline.distribution import share_bounds
+from pipeline.distribution_results import DistributionWindow
+from pipeline.results import Finding, VariantResults
+from pipeline.rules.base import Rule
+from pipeline.statistics import Decision, non_inferiority, paired_bootstrap
+
+
+class MinTop1Agreement(Rule):
+    """Share of scored tokens at which both have the same most likely token, in percent.
+
+    Each bound is the wider of the bootstrap over windows and of Clopper and Pearson's for a share, one-sided at
+    `confidence`: equal tokens everywhere in a short text are no proof of equality.
+    """
+
+    kind: Literal["min_top1_agreement"] = "min_top1_agreement"
+    percent: float = Field(gt=0, lt=100)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+    needs = frozenset({"quality"})
+    quality_blocks = frozenset({"distribution"})
+    unit: ClassVar[str] = "percent"
+
+    def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
+        """One finding."""
+        try:
+            found, distance = comparable_distribution(baseline, candidate)
+        except UnmeasuredError as reason:
+            return (self.finding("missing", str(reason), unit=self.unit, limit=self.percent),)
+        low, high = self._bounds(found.windows)
+        outcome: Decision = non_inferiority(100 - high, 100 - low, 100 - self.percent)
+        told = {
+            "pass": f"surely over the limit of {self.percent:g} %",
+            "fail": f"surely under the limit of {self.percent:g} %",
+            "inconclusive": f"undecided against the limit of {self.percent:g} %; more text would decide",
+        }[outcome]
+        own = min((one.top1_agreement_share for one in own_distances(baseline)), default=1.0)
+        if outcome == "fail" and distance.top1_agreement_share >= own:
+            outcome = "inconclusive"
+            told = f"but the baseline agrees with itself at no more than {100 * own:.2f} %"
+        observed = 100 * distance.top1_agreement_share
+        return (
+            self.finding(
+                outcome,
+                f"the same most likely token at {observed:.2f} % of {found.scored_tokens:,}; it lies in {low:.2f} … "
+                f"{high:.2f} ({100 * self.confidence:g} % bounds), {told}",
+                unit=self.unit,
+                observed=observed,
+                limit=self.percent,
+                interval=(low, high),
+            ),
+        )
+
+    def _bounds(self, windows: tuple[DistributionWindow, ...]) -> tuple[float, float]:
+        same = [window.same_top1 for window in windows if window.same_top1 is not None]
+        tokens = [window.tokens for window in windows]
+        result = paired_bootstrap(
+            [0.0] * len(same),
+            list(map(float, same)),
+            weights=list(map(float, tokens)),
+            confidence=self.confidence,
+        )
+        assert result.interval is not None, "two windows at least"
+        low, high = share_bounds(sum(same), trials=sum(tokens), confidence=self.confidence)
+        return (
+            100 * max(0.0, min(low, result.interval.lower)),
+            100 * min(1.0, max(high, result.interval.upper)),
+        )

@@ -1,0 +1,89 @@
+"""Answers on disk: found again, in the batches they were planned in, whatever a kill left of the last line."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pipeline.answer_journal import AnswerJournal, PathChecked, Planned, request_key
+
+PLAN = Planned(task="piqa", kind="shared prefixes", requests=("a", "b", "c"), computed_tokens=40)
+
+
+def test_what_was_added_is_found_by_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "journal.jsonl"
+    first = AnswerJournal(path)
+    first.begin(PLAN)
+    first.note_checked(PathChecked(up_to_tokens=60, noise_nats=1e-6))
+    first.add({"a": [-1.25, True], "b": [-0.1234567890123456, False]})
+
+    second = AnswerJournal(path)
+    assert second["b"] == [-0.1234567890123456, False]
+    assert "c" not in second
+    assert len(second) == 2
+    assert second.unfinished("piqa", "shared prefixes", ["a", "b", "c", "d"]) == [PLAN]
+    assert second.computed_tokens("piqa") == 40
+    assert second.checked == PathChecked(up_to_tokens=60, noise_nats=1e-6)
+
+
+def test_a_torn_last_line_is_dropped_and_what_follows_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = AnswerJournal(path)
+    journal.add({"a": [-1.0, True]})
+    journal.add({"b": [-2.0, True]})
+    path.write_bytes(path.read_bytes()[:-9])
+
+    torn = AnswerJournal(path)
+    assert "a" in torn
+    assert "b" not in torn
+    torn.add({"c": [-3.0, False]})
+    again = AnswerJournal(path)
+    assert ("a" in again, "b" in again, "c" in again) == (True, False, True)
+
+
+def test_a_line_that_is_no_journal_s_ends_what_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    AnswerJournal(path).add({"a": [-1.0, True]})
+    with path.open("a") as file:
+        file.write('{"answers": 3}\n{"answers": {"b": [-2.0, true]}}\n')
+    journal = AnswerJournal(path)
+    assert "a" in journal
+    assert "b" not in journal
+
+
+def test_a_plan_is_open_until_all_of_it_is_answered_and_only_for_who_asks_for_all_of_it() -> None:
+    journal = AnswerJournal()
+    journal.begin(PLAN)
+    assert journal.unfinished("piqa", "shared prefixes", ["a", "b"]) == []
+    assert journal.unfinished("sciq", "shared prefixes", ["a", "b", "c"]) == []
+    assert journal.unfinished("piqa", "lm-eval", ["a", "b", "c"]) == []
+    journal.add({"a": [0.0, True], "b": [0.0, True]})
+    assert journal.unfinished("piqa", "shared prefixes", ["a", "b", "c"]) == [PLAN]
+    journal.add({"c": [0.0, True]})
+    assert journal.unfinished("piqa", "shared prefixes", ["a", "b", "c"]) == []
+
+
+def test_not_a_number_comes_back_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    AnswerJournal(path).add({"a": [math.nan, False], "b": [-math.inf, False]})
+    journal = AnswerJournal(path)
+    assert math.isnan(journal["a"][0])
+    assert journal["b"][0] == -math.inf
+
+
+def test_keys_tell_ways_and_contents_apart() -> None:
+    keys = {
+        request_key("lm-eval", (1, 2), (3,)),
+        request_key("shared prefixes", (1, 2), (3,)),
+        request_key("lm-eval", (1,), (2, 3)),
+    }
+    assert len(keys) == 3
+    assert request_key("lm-eval", (1, 2), (3,)) in keys
+
+
+def test_a_removed_journal_leaves_no_file(tmp_path: Path) -> None:
+    journal = AnswerJournal(tmp_path / "journal.jsonl")
+    journal.add({"a": "text"})
+    journal.remove()
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []
