@@ -135,6 +135,13 @@ def test_the_fingerprint_follows_the_machine_and_not_what_was_measured() -> None
     assert fingerprint(detect()) == fingerprint(detect())
 
 
+def test_huge_pages_make_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    plain = fingerprint(CPU)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    assert fingerprint(CPU) != plain
+
+
 def test_a_price_leaves_the_fingerprint_and_so_the_keys_of_stored_results_as_they_are() -> None:
     priced = CPU.model_copy(update={"dollars_per_hour": 1.5, "price_source": "our provider"})
     assert fingerprint(priced) == fingerprint(CPU)

@@ -27,12 +27,13 @@ def model(checkpoint: Path) -> Any:
 
 @pytest.fixture
 def seen_lengths(model: Any) -> Iterator[list[int]]:
-    """Lengths of the sequences that reach the model, one a forward pass."""
+    """Tokens of the longest sequence that reaches the model, one number a forward pass; branches are apart."""
     lengths: list[int] = []
 
     def look(_module: Any, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs["input_ids"]
-        lengths.append(ids.shape[1])
+        positions = kwargs.get("position_ids")
+        lengths.append(ids.shape[1] if positions is None else int(positions.max()) + 1)
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     yield lengths
