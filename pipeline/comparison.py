@@ -158,11 +158,8 @@ def comparable_quality(
 
 def _refuse_borrowed_answers(baseline: VariantResults, candidate: VariantResults) -> None:
     """UnmeasuredError when other weights gave log-likelihoods that are all equal to the last bit."""
-    if baseline.checkpoint is None or candidate.checkpoint is None:
+    if not _weights_differ(baseline, candidate):
         return
-    shares = {each.checkpoint.coverage.share for each in (baseline, candidate) if each.checkpoint}
-    if len(shares) == 1:
-        return  # one model in two formats may well compute the same
     before, after = _answer_hashes(baseline), _answer_hashes(candidate)
     shared = before.keys() & after.keys()
     if shared and all(before[document] == after[document] for document in shared):
@@ -170,6 +167,11 @@ def _refuse_borrowed_answers(baseline: VariantResults, candidate: VariantResults
             f"{candidate.name}: void, every log-likelihood of {len(shared)} documents equals {baseline.name}'s to the "
             "last bit, though their weights differ: one model answered for both"
         )
+
+
+def _weights_differ(baseline: VariantResults, candidate: VariantResults) -> bool:
+    """By the share that is quantized: one model in two formats may well compute the same to the last bit."""
+    return len({each.checkpoint.coverage.share for each in (baseline, candidate) if each.checkpoint}) == 2
 
 
 def _answer_hashes(variant: VariantResults) -> dict[tuple[str, str], str]:
@@ -202,8 +204,9 @@ def comparable_distribution(
             f"{baseline.name}: void, against its own stored distribution it shows {own}, at most {MAX_OWN_KL_NATS} "
             "are rounding"
         )
-    shares = {each.checkpoint.coverage.share for each in (baseline, candidate) if each.checkpoint}
-    if len(shares) == 2 and [one.nats for one in before.windows] == [one.nats for one in after.windows]:
+    if _weights_differ(baseline, candidate) and [one.nats for one in before.windows] == [
+        one.nats for one in after.windows
+    ]:
         raise UnmeasuredError(
             f"{candidate.name}: void, the text is as likely as by {baseline.name} to the last bit, though their "
             "weights differ: one model answered for both"

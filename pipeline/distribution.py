@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.distribution_results import BaselineDistance, DistributionWindow
+from pipeline.statistics import ratio_standard_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,16 +143,12 @@ def perplexity_figures(nats: Sequence[float], *, units: Sequence[float]) -> Esti
 
 
 def ratio(totals: Sequence[float], *, weights: Sequence[float]) -> Estimate:
-    """Σ totals ÷ Σ weights over windows, with the linearised standard error of a ratio (Cochran, 1977, 6.3)."""
+    """Σ totals ÷ Σ weights over windows, with its standard error."""
     weight = math.fsum(weights)
     if weight <= 0:
         return Estimate(None, None)
     value = math.fsum(totals) / weight
-    count = len(totals)
-    if count < 2:
-        return Estimate(value, None)
-    squares = math.fsum((total - value * one) ** 2 for total, one in zip(totals, weights, strict=True))
-    return Estimate(value, math.sqrt(squares * count / (count - 1)) / weight)
+    return Estimate(value, ratio_standard_error(totals, weights) if len(totals) > 1 else None)
 
 
 def summarise(distances: TokenDistances, *, window_tokens: int) -> BaselineDistance:

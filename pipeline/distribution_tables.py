@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeline.distribution_results import DistributionResult
 from pipeline.results import Report
-from pipeline.text_table import markdown_table
+from pipeline.text_table import figure_cell, markdown_table
 
 _PERPLEXITY = (
     *(
@@ -64,14 +64,14 @@ def _perplexity_row(name: str, result: DistributionResult) -> tuple[str, ...]:
     return (
         name,
         f"{result.scored_tokens:,}",
-        _number(result.token_perplexity, ".5g"),
-        _number(result.token_perplexity_stderr, ".2g"),
-        _number(result.word_perplexity, ".5g"),
-        _number(result.byte_perplexity, ".5g"),
-        _number(result.bits_per_byte, ".5g"),
-        _number(result.bits_per_byte_stderr, ".2g"),
-        _number(distance.log_perplexity_ratio if distance else None, "+.5f"),
-        _number(distance.log_perplexity_ratio_stderr if distance else None, ".2g"),
+        figure_cell(result.token_perplexity, ".5g"),
+        figure_cell(result.token_perplexity_stderr, ".2g"),
+        figure_cell(result.word_perplexity, ".5g"),
+        figure_cell(result.byte_perplexity, ".5g"),
+        figure_cell(result.bits_per_byte, ".5g"),
+        figure_cell(result.bits_per_byte_stderr, ".2g"),
+        figure_cell(distance.log_perplexity_ratio if distance else None, "+.5f"),
+        figure_cell(distance.log_perplexity_ratio_stderr if distance else None, ".2g"),
     )
 
 
@@ -96,10 +96,6 @@ def _distance_row(name: str, result: DistributionResult) -> tuple[str, ...] | No
     )
     return (
         name,
-        *(_number(value, ".3g") for value in nats),
-        *(_number(None if share is None else 100 * share, ".3f") for share in shares),
+        *(figure_cell(value, ".3g") for value in nats),
+        *(figure_cell(None if share is None else 100 * share, ".3f") for share in shares),
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -11,7 +11,7 @@ from pipeline.comparison import UnmeasuredError
 from pipeline.null_run import TaskNoise, null_noise
 from pipeline.power_tables import groups_markdown, power_markdown
 from pipeline.results import Report, TaskResult, VariantReport
-from pipeline.text_table import markdown_table
+from pipeline.text_table import figure_cell, markdown_table
 
 _TASKS = (
     *("variant", "task", "metric", "score", "± stderr", "documents", "of", "tokens computed", "of tokens"),
@@ -59,12 +59,12 @@ def _task_row(variant: VariantReport, task: TaskResult) -> tuple[str, ...]:
         variant.name,
         task.task,
         task.primary_metric,
-        _number(metric.score if metric else None, ".4g"),
-        _number(metric.stderr if metric else None, ".3f"),
+        figure_cell(metric.score if metric else None, ".4g"),
+        figure_cell(metric.stderr if metric else None, ".3f"),
         str(task.documents),
         str(task.available_documents or task.documents),
-        _number(task.computed_tokens, ",d"),
-        _number(task.scored_tokens, ",d"),
+        figure_cell(task.computed_tokens, ",d"),
+        figure_cell(task.scored_tokens, ",d"),
         f"stopped after {task.documents} of {task.available_documents} documents" if _stopped(task) else "",
     )
 
@@ -109,9 +109,9 @@ def _noise_row(noise: TaskNoise) -> tuple[str, ...]:
         shown.append(f"{noise.floor_percent:.2g} %")
     return (
         *(noise.task, noise.metric, str(noise.documents), *shown),
-        *(_number(noise.lost, "d"), _number(noise.gained, "d"), _number(noise.largest_nats, ".2g")),
+        *(
+            figure_cell(noise.lost, "d"),
+            figure_cell(noise.gained, "d"),
+            figure_cell(noise.largest_nats, ".2g"),
+        ),
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

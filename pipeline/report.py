@@ -21,7 +21,7 @@ from pipeline.serving_tables import serving_markdown, serving_notes
 from pipeline.speed_columns import speed_markdown
 from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.speed_tables import length_tables, sweep_notes
-from pipeline.text_table import markdown_table, text_table
+from pipeline.text_table import figure_cell, markdown_table, text_table
 
 TOKEN_PERPLEXITY = "token_perplexity"
 _MARK = {"pass": "ok", "fail": "FAIL", "inconclusive": "undecided", "missing": "MISSING"}
@@ -102,9 +102,9 @@ def _memory_cells(variant: VariantReport, baseline: VariantReport | None) -> lis
     shown = _resident(variant) or _on_disk(variant)
     ratio = _ratio(_resident(variant), _resident(baseline)) or _ratio(_on_disk(variant), _on_disk(baseline))
     return [
-        _number(shown / 1e6 if shown else None, ".1f"),
-        _number(ratio, ".2f"),
-        _number(variant.checkpoint.bits_per_weight if variant.checkpoint else None, ".2f"),
+        figure_cell(shown / 1e6 if shown else None, ".1f"),
+        figure_cell(ratio, ".2f"),
+        figure_cell(variant.checkpoint.bits_per_weight if variant.checkpoint else None, ".2f"),
     ]
 
 
@@ -128,7 +128,7 @@ def _speed_cells(variant: VariantReport, baseline: VariantReport | None, sizes: 
     ttft = first.ttft_s.median * 1e3 if first and first.outcome == "measured" and first.ttft_s else None
     base = baseline.speed.row(sizes[0]) if baseline and baseline.speed else None
     ratio = _ratio(_decode_rate(first), _decode_rate(base))
-    return [_number(ttft, ".0f"), *(_rate(rows[size]) for size in sizes), _number(ratio, ".2f")]
+    return [figure_cell(ttft, ".0f"), *(_rate(rows[size]) for size in sizes), figure_cell(ratio, ".2f")]
 
 
 def _decode_rate(row: SpeedRow | None) -> float | None:
@@ -141,14 +141,14 @@ def _rate(row: SpeedRow | None) -> str:
         return "–"
     if row.outcome != "measured":
         return {"out_of_memory": "OOM", "void": "void", "failed": "failed"}[row.outcome]
-    return _number(row.decode_tokens_per_s, ".1f") + ("~" if row.noisy else "")
+    return figure_cell(row.decode_tokens_per_s, ".1f") + ("~" if row.noisy else "")
 
 
 def _capacity_cell(variant: VariantReport) -> str:
     if variant.capacity is None:
         return "–"
     more = "+" if variant.capacity.limited_by == "ceiling" else ""
-    return _number(variant.capacity.measured_sequences, "d") + more
+    return figure_cell(variant.capacity.measured_sequences, "d") + more
 
 
 def _shown_metric(result: TaskResult) -> str:
@@ -171,9 +171,9 @@ def _score_cell(variant: VariantReport, task: str) -> str:
         return "–"
     metric = result.metrics[_shown_metric(result)]
     if metric.score is not None and metric.score > 1:
-        return _number(metric.score, ".4g")
+        return figure_cell(metric.score, ".4g")
     error = f" ± {metric.stderr:.3f}" if metric.stderr is not None else ""
-    return _number(metric.score, ".3f") + error + documents_cell(result)
+    return figure_cell(metric.score, ".3f") + error + documents_cell(result)
 
 
 def _group_cell(quality: QualityResult, group: str) -> str:
@@ -182,10 +182,6 @@ def _group_cell(quality: QualityResult, group: str) -> str:
         return "–"
     error = "" if score.weighted_stderr is None else f" ± {score.weighted_stderr:.3f}"
     return f"{score.weighted:.3f}{error}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def comparison_table(report: Report) -> str:
@@ -237,8 +233,8 @@ def markdown(report: Report) -> str:
                     variant.name,
                     _rule(finding.rule, finding.subject),
                     finding.outcome,
-                    _number(finding.observed, ".4g"),
-                    _number(finding.limit, ".4g"),
+                    figure_cell(finding.observed, ".4g"),
+                    figure_cell(finding.limit, ".4g"),
                     finding.unit,
                     finding.because,
                 )
@@ -324,11 +320,11 @@ def _cost_markdown(report: Report) -> str:
     rows = [
         (
             variant.name,
-            _number(cost.dollars_per_million_input_tokens, ".4g"),
-            _number(cost.input_batch_size, "d"),
-            _number(cost.dollars_per_million_output_tokens, ".4g"),
-            _number(cost.batch_size, "d"),
-            _number(cost.dollars_per_hour, ".4g"),
+            figure_cell(cost.dollars_per_million_input_tokens, ".4g"),
+            figure_cell(cost.input_batch_size, "d"),
+            figure_cell(cost.dollars_per_million_output_tokens, ".4g"),
+            figure_cell(cost.batch_size, "d"),
+            figure_cell(cost.dollars_per_hour, ".4g"),
         )
         for variant in report.variants
         if (cost := variant.cost)

@@ -18,7 +18,7 @@ from pipeline.measured import Distribution
 from pipeline.results import Report, VariantReport
 from pipeline.serving_results import PrefixRow, ServingCost, ServingResult, ServingRow
 from pipeline.simulation import Percentiles
-from pipeline.text_table import markdown_table
+from pipeline.text_table import figure_cell, markdown_table
 
 _SHORT = {"out_of_memory": "OOM", "void": "void", "failed": "failed"}
 
@@ -230,18 +230,14 @@ def _prefix_cells(name: str, row: PrefixRow) -> tuple[str, ...]:
         row.outcome.replace("_", " ") + (", noisy" if holds and row.noisy else ""),
         str(row.prefix_tokens),
         str(row.fresh_tokens),
-        *(_cell(count, "d") for count in counts),
-        *(_cell(time_ms, ".1f") for time_ms in times),
-        _cell(row.times_faster if holds else None, ".2f"),
+        *(figure_cell(count, "d") for count in counts),
+        *(figure_cell(time_ms, ".1f") for time_ms in times),
+        figure_cell(row.times_faster if holds else None, ".2f"),
     )
 
 
 def _shown(of: Callable[[_Served], Cell], form: str) -> Callable[[_Served], str]:
-    return lambda served: _cell(of(served), form)
-
-
-def _cell(value: Cell, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return lambda served: figure_cell(of(served), form)
 
 
 def _millionth(value: Cell) -> float | None:

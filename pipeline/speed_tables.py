@@ -15,7 +15,7 @@ from pipeline.measure import FREE_STEP, SATURATED_GAIN
 from pipeline.measured import Distribution
 from pipeline.results import Report
 from pipeline.speed_results import SpeedResult, SpeedRow, SpeedTest
-from pipeline.text_table import markdown_table
+from pipeline.text_table import figure_cell, markdown_table
 
 Figure = Callable[[SpeedRow], str]
 
@@ -50,26 +50,26 @@ def sweep_notes(speed: SpeedResult) -> list[str]:
 def _prefill_figures(report: Report) -> dict[str, Figure]:
     """Peak memory is what chunks are for: it stands beside the whole prefill's where there are any."""
     figures: dict[str, Figure] = {
-        "tok/s": lambda row: _cell(row.prefill_tokens_per_s, ".1f"),
-        "TTFT ms": lambda row: _cell(_milliseconds(row.ttft_s), ".1f"),
-        "CV %": lambda row: _cell(_spread_percent(row.ttft_s), ".1f"),
-        "FLOP/s share": lambda row: _cell(row.prefill_flops_share, ".2f"),
+        "tok/s": lambda row: figure_cell(row.prefill_tokens_per_s, ".1f"),
+        "TTFT ms": lambda row: figure_cell(_milliseconds(row.ttft_s), ".1f"),
+        "CV %": lambda row: figure_cell(_spread_percent(row.ttft_s), ".1f"),
+        "FLOP/s share": lambda row: figure_cell(row.prefill_flops_share, ".2f"),
     }
     if any(row.chunk_tokens for _, row in _rows(report, "prefill")):
-        figures["peak MB"] = lambda row: _cell(_megabytes(row.peak_memory_bytes), ".1f")
+        figures["peak MB"] = lambda row: figure_cell(_megabytes(row.peak_memory_bytes), ".1f")
     return figures
 
 
 def _depth_figures(report: Report) -> dict[str, Figure]:
     figures: dict[str, Figure] = {
-        "tok/s": lambda row: _cell(row.decode_tokens_per_s, ".1f"),
-        "TPOT ms": lambda row: _cell(_milliseconds(row.tpot_s), ".2f"),
-        "CV %": lambda row: _cell(_spread_percent(row.tpot_s), ".1f"),
-        "MB a step": lambda row: _cell(_megabytes(row.bytes_read_per_step), ".1f"),
-        "bandwidth share": lambda row: _cell(row.bandwidth_share, ".2f"),
+        "tok/s": lambda row: figure_cell(row.decode_tokens_per_s, ".1f"),
+        "TPOT ms": lambda row: figure_cell(_milliseconds(row.tpot_s), ".2f"),
+        "CV %": lambda row: figure_cell(_spread_percent(row.tpot_s), ".1f"),
+        "MB a step": lambda row: figure_cell(_megabytes(row.bytes_read_per_step), ".1f"),
+        "bandwidth share": lambda row: figure_cell(row.bandwidth_share, ".2f"),
     }
     if any(row.sheet_bandwidth_share is not None for _, row in _rows(report, "depth")):
-        figures["of the data sheet's"] = lambda row: _cell(row.sheet_bandwidth_share, ".2f")
+        figures["of the data sheet's"] = lambda row: figure_cell(row.sheet_bandwidth_share, ".2f")
     return figures
 
 
@@ -110,7 +110,3 @@ def _spread_percent(times: Distribution | None) -> float | None:
 
 def _megabytes(count: int | None) -> float | None:
     return None if count is None else count / 1e6
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -39,6 +39,7 @@ _RUNNING = (
 )
 _DISTRIBUTION = (
     *(
+        "statistics.py",
         "distribution.py",
         "distribution_text.py",
         "distribution_reference.py",
@@ -85,7 +86,7 @@ _CODE = {
             "sequential.py",
             "paired_margin.py",
         ),
-        *("statistics.py", *_DISTRIBUTION),
+        *_DISTRIBUTION,
     ),
     "reference": (*_RUNNING, *_DISTRIBUTION, "tokenizer_facts.py"),
 }

@@ -224,6 +224,18 @@ def _ratio_standard_error(differences: Floats, weight: Floats, observed: float) 
     return float(math.sqrt((residuals**2).sum() * count / (count - 1)) / weight.sum())
 
 
+def ratio_standard_error(totals: Sequence[float], weights: Sequence[float]) -> float:
+    """Standard error of Σ totals ÷ Σ weights over at least two units that were drawn.
+
+    Linearised ratio estimator (Cochran, Sampling Techniques, section 6.4): with r the ratio, n units and W = Σ weights,
+    √(n ÷ (n − 1) × Σ(total − r·weight)²) ÷ W.
+    """
+    count, weight = len(totals), math.fsum(weights)
+    mean = math.fsum(totals) / weight
+    squares = math.fsum((total - mean * one) ** 2 for total, one in zip(totals, weights, strict=True))
+    return math.sqrt(count / (count - 1) * squares) / weight
+
+
 def _student_bounds(observed: float, error: float, *, degrees: int, confidence: float) -> tuple[float, float]:
     from scipy.special import stdtrit
 

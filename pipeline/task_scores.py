@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.results import MetricScore, Sample
+from pipeline.statistics import ratio_standard_error
 from pipeline.values import digest
 
 # Metrics of rolling tasks and the unit each is per, by the unit's name in a sample.
@@ -184,16 +185,14 @@ def _sums(unit: str, samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 def _ratio_stderr(metric: str, samples: Sequence[Sample]) -> float | None:
-    """Standard error of a perplexity or of bits per byte, documents being the units that were drawn.
-
-    Linearised ratio estimator (Cochran, Sampling Techniques, section 6.4): with r = Σnats ÷ Σunits,
-    se(r) = √(n ÷ (n − 1) × Σ(nats − r·units)²) ÷ Σunits, then the derivative of exp or of ÷ ln 2.
-    """
+    """Standard error of a perplexity or of bits per byte, documents being the units that were drawn: that of nats a
+    unit, times the derivative of exp or of ÷ ln 2."""
     unit, count = UNITS[metric], len(samples)
     nats, units = _sums(unit, samples)
     if count < 2 or not units or any(unit not in sample.metrics for sample in samples):
         return None
-    mean = nats / units
-    squares = math.fsum((s.metrics["log_likelihood_nats"] - mean * s.metrics[unit]) ** 2 for s in samples)
-    error = math.sqrt(count / (count - 1) * squares) / units
+    error = ratio_standard_error(
+        [sample.metrics["log_likelihood_nats"] for sample in samples],
+        [sample.metrics[unit] for sample in samples],
+    )
     return number(error / math.log(2) if metric == "bits_per_byte" else error * perplexity(nats, units))

@@ -35,5 +35,10 @@ def markdown_table(header: Sequence[str], rows: Rows, *, text_columns: Sequence[
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
 
 
+def figure_cell(value: float | str | None, form: str) -> str:
+    """A figure, or a word in its place, in the given format; a dash where it is missing."""
+    return "–" if value is None else format(value, form)
+
+
 def _markdown_cell(text: str) -> str:
     return " ".join(text.splitlines()).replace("|", "\\|")

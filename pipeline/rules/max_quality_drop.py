@@ -123,10 +123,6 @@ class MaxQualityDrop(Rule):
         )
         return (margin,)
 
-    def subjects(self, quality: QualityResult) -> tuple[str, ...]:
-        """Names of the tasks and pooled groups that are judged of such a result."""
-        return tuple(self._subjects(quality, quality))
-
     def _subjects(self, before: QualityResult, after: QualityResult) -> dict[str, tuple[str, ...]]:
         """What is judged, each with its tasks: the named, or all that aren't known to have another kind of metric."""
         groups = {**after.groups, **before.groups}
