@@ -1,8 +1,9 @@
 """The answers of a long evaluation, kept batch by batch, so that a killed one goes on with its next batch.
 
-One JSON object a line: a plan (which requests are computed together, in which order) before its first batch, then the
-answers of each batch. Batches are made from the plan, not from what is unanswered, so that what comes after a kill is
-computed in the same batches as without one and gives the same bits. A last line that was torn by the kill is dropped.
+One JSON object a line, after its CRC-32: a plan (which requests are computed together, in which order) before its first
+batch, then the answers of each batch. Batches are made from the plan, not from what is unanswered, so that what comes
+after a kill is computed in the same batches as without one and gives the same bits. A line torn by the kill, or
+changed since, is dropped with all behind it, and computed again.
 
     journal = AnswerJournal(Path("answers.jsonl"))      # AnswerJournal() keeps them in memory only
     journal.begin(Planned(task="piqa", kind="loglikelihood", requests=keys, computed_tokens=812))
@@ -11,9 +12,11 @@ computed in the same batches as without one and gives the same bits. A last line
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from pydantic import ValidationError
 from pipeline.values import Value, digest
 
 _KEY_LETTERS = 32  # 128 bits
+_CHECKSUM_LETTERS = 9  # eight hexadecimal ones and a space
+_DISK_TAKES_NO_MORE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class Planned(Value):
@@ -34,9 +39,14 @@ class Planned(Value):
 
 
 class PathChecked(Value):
-    """That a way of scoring was compared with the harness's own up to a length, or why it isn't taken."""
+    """That one task's way of scoring was compared with the harness's own up to a length, or why it isn't taken.
 
+    `computed_tokens` is what the comparison took.
+    """
+
+    task: str
     up_to_tokens: int
+    computed_tokens: int
     noise_nats: float
     refused: str | None = None
 
@@ -46,14 +56,22 @@ def request_key(kind: str, *content: Any) -> str:
     return digest([kind, *content])[:_KEY_LETTERS]
 
 
-class AnswerJournal:
-    """Answers by request key, in memory and, where a path is given, on disk after every batch."""
+def _with_checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x} {text}"
 
-    def __init__(self, path: Path | None = None) -> None:
+
+class AnswerJournal:
+    """Answers by request key, in memory and, where a path is given, on disk after every batch.
+
+    A disk that is full or can't be written to ends the file, not the evaluation: `tell` is told once.
+    """
+
+    def __init__(self, path: Path | None = None, *, tell: Callable[[str], None] = lambda _: None) -> None:
         self.path = path
+        self._tell = tell
         self._answers: dict[str, Any] = {}
         self._plans: list[Planned] = []
-        self._checked: PathChecked | None = None
+        self._checked: list[PathChecked] = []
         if path is not None and path.exists():
             self._read(path)
 
@@ -66,14 +84,13 @@ class AnswerJournal:
     def __getitem__(self, key: str) -> Any:
         return self._answers[key]
 
-    @property
-    def checked(self) -> PathChecked | None:
-        """What is known of the way of scoring; a stage that goes on takes the way it began with."""
-        return self._checked
+    def checked(self, task: str) -> list[PathChecked]:
+        """What comparisons found for a task, in their order; a stage that goes on takes the ways it began with."""
+        return [checked for checked in self._checked if checked.task == task]
 
     def note_checked(self, checked: PathChecked) -> None:
         """Keep the outcome of a comparison."""
-        self._checked = checked
+        self._checked.append(checked)
         self._append({"checked": checked.model_dump()})
 
     def begin(self, planned: Planned) -> None:
@@ -93,29 +110,35 @@ class AnswerJournal:
         ]
 
     def computed_tokens(self, task: str) -> int:
-        """Tokens that all plans of a task compute together."""
-        return sum(plan.computed_tokens for plan in self._plans if plan.task == task)
+        """Tokens that all plans and comparisons of a task compute together."""
+        noted: list[Planned | PathChecked] = [*self._plans, *self._checked]
+        return sum(each.computed_tokens for each in noted if each.task == task)
 
     def add(self, answers: Mapping[str, Any]) -> None:
         """One batch's answers, plain data by key; on disk when this returns."""
         self._answers.update(answers)
         self._append({"answers": dict(answers)})
 
-    def remove(self) -> None:
-        """Its file is of no use any more: the stage's result is stored."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
     # --- the file -----------------------------------------------------------------------------------------
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_with_checksum(json.dumps(line)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Go on in memory where the disk takes no more. What a torn last line leaves is dropped when it is read."""
+        if error.errno not in _DISK_TAKES_NO_MORE:
+            raise error
+        self._tell(f"answers are kept in memory only from here on: {self.path}: {error.strerror}")
+        self.path = None
 
     def _read(self, path: Path) -> None:
         """Take up every whole line; cut the file off behind the last one, so that new lines follow it."""
@@ -126,19 +149,25 @@ class AnswerJournal:
                 break
             good += len(line)
         if good < len(content):
-            with path.open("r+b") as file:
-                file.truncate(good)
+            try:
+                with path.open("r+b") as file:
+                    file.truncate(good)
+            except OSError as error:
+                self._give_up(error)
 
     def _take(self, line: bytes) -> bool:
-        """Whether a line could be read."""
+        """Whether a line is what was written."""
+        text = line.decode("ascii", errors="replace").rstrip("\n")[_CHECKSUM_LETTERS:]
+        if line != (_with_checksum(text) + "\n").encode("ascii", errors="replace"):
+            return False
         try:
-            match json.loads(line):
+            match json.loads(text):
                 case {"answers": dict(answers)}:
                     self._answers.update(answers)
                 case {"plan": plan}:
                     self._plans.append(Planned.model_validate_json(json.dumps(plan)))
                 case {"checked": checked}:
-                    self._checked = PathChecked.model_validate_json(json.dumps(checked))
+                    self._checked.append(PathChecked.model_validate_json(json.dumps(checked)))
                 case _:
                     return False
         except (ValueError, ValidationError):

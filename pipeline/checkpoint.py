@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "manifest.json"
+CARD_NAME = "README.md"
+"""A description that may be written beside a checkpoint and changed later: no part of what is hashed."""
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 MODEL_PACKAGES = (
@@ -142,10 +144,11 @@ def tokenizer_tokens(folder: Path) -> int | None:
 
 
 def hash_files(folder: Path) -> tuple[FileRecord, ...]:
-    """Every file of the folder but the manifest and hidden ones, by name, with size and SHA-256."""
+    """Every file of the folder but manifest, card and hidden ones, by name, with size and SHA-256."""
     return tuple(
         FileRecord(name=path.name, size_bytes=path.stat().st_size, sha256=file_sha256(path))
         for path in _plain_files(folder)
+        if path.name != CARD_NAME
     )
 
 
@@ -244,7 +247,7 @@ def verify(
             )
         if sha256_of(path) != record.sha256:
             raise CheckpointError(f"{path}: changed since the manifest was written (another SHA-256)")
-    listed = {record.name for record in manifest.files}
+    listed = {CARD_NAME, *(record.name for record in manifest.files)}
     added = [path.name for path in _plain_files(folder) if path.name not in listed]
     if added:
         raise CheckpointError(f"{folder / added[0]}: not in the manifest; it was added later")

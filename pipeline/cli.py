@@ -19,10 +19,12 @@ from pipeline.packages import quiet_torchao
 
 EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or usage · 3 prerequisite missing ·
 4 a stage failed · 5 inconclusive · 130 interrupted"""
+TRACEBACK = "PIPELINE_TRACEBACK"
+"""Environment variable that makes a fault of the program show where it happened."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code. A user's mistake is printed without a traceback."""
+    """Run one command; returns the exit code, 1 for no-ship only. A user's mistake is printed without a traceback."""
     _open_closed_streams()
     quiet_torchao()
     try:
@@ -37,6 +39,33 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _tell("pipeline: interrupted")
         return Interrupted.exit_code
+    except Exception as error:  # noqa: BLE001  (Python's own exit code for it is 1, which here means no-ship)
+        return _tell_of_a_bug(error)
+
+
+def _tell_of_a_bug(error: Exception) -> int:
+    """One line, and the traceback for whoever mends it."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    if os.environ.get(TRACEBACK):
+        _tell(_without_secrets("".join(traceback.format_exception(error))))
+    said = " ".join(_without_secrets(str(error)).split()) or "no message"
+    _tell(
+        f"pipeline: a fault of this program, nothing was decided: {type(error).__name__}{at}: {said} "
+        f"({TRACEBACK}=1 shows the traceback)"
+    )
+    return PipelineError.exit_code
+
+
+def _without_secrets(text: str) -> str:
+    """As `redact`, but for an installation so broken that not even it can be imported, before any secret was read."""
+    try:
+        from pipeline.provenance import redact
+    except Exception:  # noqa: BLE001  (a package may fail to import in any way)
+        return text
+    return redact(text)
 
 
 def _open_closed_streams() -> None:
@@ -67,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _recipe_command(commands, "run", _run, "quantize, measure, evaluate, judge and log a recipe")
+    run = _recipe_command(commands, "run", _run, "quantize, measure, evaluate, judge and log a recipe")
+    _baseline_run(run)
     plan = _recipe_command(commands, "plan", _plan, "footprints, ceilings and fit, before anything is loaded")
     plan.add_argument(
         "--hardware", metavar="NAME", help="plan for this device, or device file, instead of the recipe's"
@@ -77,10 +107,38 @@ def _parser() -> argparse.ArgumentParser:
     gate = _command(commands, "gate", _gate, "judge a stored report again, with its own or other rules")
     gate.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the run's folder")
     gate.add_argument("--rules", type=Path, metavar="RECIPE", help="take the gate section of this recipe")
-    compare = _command(commands, "compare", _compare, "the comparison tables of several runs")
-    compare.add_argument("reports", type=Path, nargs="+", metavar="RUN", help="report.json or run folder")
+    gate.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page with plots, too")
+    _baseline_run(gate)
+    compare = _command(
+        commands, "compare", _compare, "what changed between runs, and what moved beyond noise"
+    )
+    compare.add_argument(
+        "reports", type=Path, nargs="+", metavar="RUN", help="report.json, run folder, or a store's runs"
+    )
+    compare.add_argument("--page", type=Path, metavar="FILE", help="write a page with a trend plot, too")
     track = _command(commands, "track", _track, "log a stored run to MLflow, once")
     track.add_argument("report", type=Path, metavar="RUN", help="report.json or run folder")
+    promote = _command(
+        commands, "promote", _promote, "register a variant that ships, and write its model card"
+    )
+    promote.add_argument("report", type=Path, metavar="RUN", help="report.json or run folder")
+    promote.add_argument("variant", metavar="VARIANT", help="a candidate's name in that run")
+    promote.add_argument(
+        "--alias",
+        choices=("shippable", "champion"),
+        default="shippable",
+        help="of the version in the registry",
+    )
+    promote.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload the checkpoint to this repository on the Hub, too (HF_TOKEN)",
+    )
+    shown = _command(commands, "dashboard", _dashboard, "MLflow's pages on the logged runs, until Ctrl-C")
+    shown.add_argument(
+        "--port", type=int, default=5000, metavar="N", help="on this machine only; 5000 unless told"
+    )
+    shown.add_argument("--open", action="store_true", help="open the last run's comparison in a browser")
     _command(commands, "kinds", _kinds, "the quantizers, engines and rules there are, with their fields")
     doctor = _command(commands, "doctor", _doctor, "what this machine is and can do")
     doctor.add_argument(
@@ -91,6 +149,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _command(commands, "schema", _schema, "JSON schema of a recipe, for editors")
     return parser
+
+
+def _baseline_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--baseline-run",
+        type=Path,
+        metavar="RUN",
+        help="judge each variant beside its namesake of this run (report.json or run folder)",
+    )
 
 
 def _command(
@@ -150,7 +217,7 @@ def _write(stream: TextIO, text: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     from pipeline.commands import run_recipe
 
-    outcome = run_recipe(options.recipe, stream=sys.stderr)
+    outcome = run_recipe(options.recipe, stream=sys.stderr, baseline_run=options.baseline_run)
     _tell(f"\n{outcome.table}\n")
     _print(outcome.json_line)
     return outcome.exit_code
@@ -182,28 +249,28 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _gate(options: argparse.Namespace) -> int:
-    from pipeline.commands import judge_again
+    from pipeline.commands import judge_again, show_in_ci
     from pipeline.gate import exit_code
     from pipeline.report import comparison_table
 
-    report = judge_again(options.report, rules=options.rules)
+    report = judge_again(
+        options.report, rules=options.rules, baseline_run=options.baseline_run, page=options.html
+    )
+    if options.html:
+        _tell(f"page: {options.html}")
+    show_in_ci(report, stream=sys.stderr)
     _print(report.to_json() if options.json else comparison_table(report))
     return exit_code(report.verdict)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from pipeline.commands import load_report
-    from pipeline.report import comparison_table
-    from pipeline.values import canonical_json
+    from pipeline.commands import compare_runs
+    from pipeline.run_history import history_text
 
-    reports = [(path, load_report(path)) for path in options.reports]
-    if options.json:
-        _print(canonical_json([report.model_dump(mode="json") for _, report in reports]))
-        return 0
-    for path, report in reports:
-        _print(
-            f"{path} · {report.started_at} · recipe {report.recipe_digest[:12]}\n{comparison_table(report)}\n"
-        )
+    history = compare_runs(options.reports, page=options.page)
+    if options.page:
+        _tell(f"page: {options.page}")
+    _print(history.to_json() if options.json else history_text(history))
     return 0
 
 
@@ -213,6 +280,22 @@ def _track(options: argparse.Namespace) -> int:
     result = track_run(options.report)
     _print(result.to_json() if options.json else result.because)
     return 0 if result.tracked else PipelineError.exit_code
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from pipeline.commands import promote_run
+    from pipeline.promotion import promotion_text
+
+    done = promote_run(options.report, options.variant, alias=options.alias, push=options.push)
+    _print(done.to_json() if options.json else promotion_text(done))
+    return 0
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    from pipeline.tracking_server import serve_pages
+
+    serve_pages(port=options.port, say=_print, as_json=options.json, in_browser=options.open)
+    return 0
 
 
 def _kinds(options: argparse.Namespace) -> int:

@@ -10,33 +10,50 @@ import datetime
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.baseline_run import differences
+from pipeline.declared import missing_results
 from pipeline.errors import Interrupted, PipelineError, StageError, UsageError
 from pipeline.examination import Examination, examine
-from pipeline.gate import exit_code, judge_all
+from pipeline.figures import figures_csv
+from pipeline.gate import exit_code
 from pipeline.hardware import detect
+from pipeline.history_page import history_page
+from pipeline.hub_upload import hub_token, upload_checkpoint
 from pipeline.interruption import first_signal_interrupts
+from pipeline.judgement import judge_run
+from pipeline.junit import junit_xml
+from pipeline.pick_results import Preference
 from pipeline.plan_page import plan_page
 from pipeline.plan_values import Plan
 from pipeline.planning import expand_here, plan_beside_results, plan_recipe
 from pipeline.plugins import plugin_classes
 from pipeline.preflight import Preflight, preflight
+from pipeline.promoted import Alias, Promoted, last_promoted, machine_of
+from pipeline.promotion import Promotion, promote
 from pipeline.provenance import collect
 from pipeline.recipe import load_recipe
 from pipeline.recipe_sections import AnyRule
 from pipeline.report import comparison_table, make_report, markdown
+from pipeline.report_page import report_page
 from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.rules.base import Rule
+from pipeline.rules.no_regression import NoRegression, with_promoted
+from pipeline.run_history import RunHistory, run_history
 from pipeline.run_results import variant_results
 from pipeline.run_state import RunState, prepare
 from pipeline.runner import run_stages
 from pipeline.serving_tables import serving_csv
 from pipeline.speed_columns import speed_csv
+from pipeline.step_summary import append_step_summary, workflow_commands
 from pipeline.store import Store, write_atomically
+from pipeline.stored_reports import StoredRun, find_runs, load_report, stored_run
 from pipeline.tracking import TrackResult, track
 
 PLUGIN_PACKAGES = {"quantizer": "pipeline.quantizers", "engine": "pipeline.engines", "rule": "pipeline.rules"}
@@ -59,25 +76,33 @@ def store_from_environment() -> Store:
     return Store(Path(os.environ.get("PIPELINE_STORE") or ".pipeline").absolute())
 
 
-def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
-    """The whole line. Raises RecipeError or PrerequisiteError before any work; later failures are verdicts."""
+def run_recipe(path: Path, *, stream: TextIO, baseline_run: Path | None = None) -> RunOutcome:
+    """The whole line. Raises RecipeError or PrerequisiteError before any work; later failures are verdicts.
+
+    With `baseline_run` each variant is judged beside its namesake of that run.
+    """
     started, start = datetime.datetime.now(datetime.UTC), time.monotonic()
     loaded = load_recipe(path)
+    before = stored_run(baseline_run) if baseline_run else None
     store = store_from_environment()
     store.prepare()
+    promoted = promoted_for(loaded.recipe.gate, recipe=path, model=loaded.recipe.model.id, store=store)
     with store.lock(), first_signal_interrupts() as disarm:
         state = prepare(loaded, store=store, progress_stream=stream)
+        _tell_of_differences(before, state)
         run_stages(state)
         disarm()  # what is measured is reported, whatever signal comes now
         report = make_report(
             loaded,
             recipe=state.recipe,
+            rules=with_promoted(state.recipe.gate, promoted=promoted, machine=state.machine),
             variants=variant_results(state),
             device=state.speed.device if state.speed else None,
             provenance=_provenance(state),
             started_at=started.isoformat(timespec="seconds"),
             seconds=time.monotonic() - start,
             interrupted=state.interrupted,
+            before=before,
         )
         # Written before anything else is made of it: what took hours doesn't depend on what takes a second.
         written = _write_report(report, state)
@@ -85,6 +110,8 @@ def run_recipe(path: Path, *, stream: TextIO) -> RunOutcome:
         written = written and _write_report(report, state)
         if written:
             state.progress.say(f"report: {state.folder / 'report.json'}")
+            state.progress.say(write_page(report, folder=state.folder))
+    show_in_ci(report, stream=stream)
     tracked = _track_quietly(report, state)
     seconds = time.monotonic() - start
     code = exit_code(report.verdict) if written else StageError.exit_code
@@ -117,6 +144,38 @@ def _write_report(report: Report, state: RunState) -> bool:
     return True
 
 
+def _tell_of_differences(before: StoredRun | None, state: RunState) -> None:
+    """What will refuse every comparison with the baseline run, said before hours of work instead of after."""
+    if before is None:
+        return
+    found = differences(before.report, provenance=_provenance(state), model=state.recipe.model.id)
+    if found:
+        state.progress.say(f"{before.name} can't be the baseline, then vs now: {'; '.join(found)}")
+
+
+def show_in_ci(report: Report, *, stream: TextIO) -> None:
+    """In a GitHub job: the report in the step's summary, what doesn't pass as annotations. Elsewhere nothing."""
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        problem = append_step_summary(markdown(report), file=Path(summary))
+        lines = workflow_commands(report) if os.environ.get("GITHUB_ACTIONS") == "true" else ()
+        for line in (*lines, *([problem] if problem else [])):
+            print(line, file=stream, flush=True)
+
+
+def write_page(report: Report, *, folder: Path) -> str:
+    """`report.html` in the run's folder, and what to say of it.
+
+    Whatever goes wrong with the page costs neither the other files nor the verdict.
+    """
+    page = folder / "report.html"
+    try:
+        write_atomically(page, report_page(report))
+    except Exception as error:  # noqa: BLE001  a drawing library may say anything
+        return f"no report.html: {type(error).__name__}: {error}"
+    return f"page: {page}"
+
+
 def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
     """Everything a reader needs, each file written whole or not at all."""
     write_atomically(folder / "recipe.yaml", recipe_text)
@@ -124,6 +183,8 @@ def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
         folder / "resolved-recipe.json", json.dumps(report.resolved_recipe, indent=2, ensure_ascii=False)
     )
     write_atomically(folder / "report.md", markdown(report))
+    write_atomically(folder / "junit.xml", junit_xml(report))
+    write_atomically(folder / "figures.csv", figures_csv(report))
     write_atomically(folder / "speed.csv", speed_csv(report))
     if any(variant.serving for variant in report.variants):
         write_atomically(folder / "serving.csv", serving_csv(report))
@@ -160,8 +221,12 @@ def _json_line(
         "recipe_digest": report.recipe_digest,
         "verdict": report.verdict,
         "verdicts": {
-            variant.name: variant.verdict for variant in report.variants if variant.name != report.baseline
+            variant.name: variant.verdict
+            for variant in report.variants
+            if variant.name != report.baseline or report.baseline_run
         },
+        "pick": report.pick.variant if report.pick else None,
+        "front": report.pick.front if report.pick else (),
         "report": str(state.folder / "report.json") if written else None,
         "mlflow_run_id": tracked.run_id,
         "reused_stages": state.reused,
@@ -180,15 +245,19 @@ def plan_for(path: Path, *, hardware: str | None, page: Path | None) -> Plan:
     file = None if page is None else _page_file(page)
     plan = plan_recipe(path, hardware=hardware, store=store_from_environment())
     if file is not None:
-        try:
-            write_atomically(file, plan_page(plan))
-        except (OSError, StageError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error).split("; ")[0]
-            raise UsageError(f"--html {page}: can't be written: {reason}; name another file") from None
+        _write_shown(file, plan_page(plan), option=f"--html {page}")
     return plan
 
 
-def _page_file(page: Path) -> Path:
+def _write_shown(file: Path, text: str, *, option: str) -> None:
+    try:
+        write_atomically(file, text)
+    except (OSError, StageError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).split("; ")[0]
+        raise UsageError(f"{option}: can't be written: {reason}; name another file") from None
+
+
+def _page_file(page: Path, *, option: str = "--html") -> Path:
     """Where a page goes: a new file, or a regular one that is replaced. Raises UsageError before any work."""
     try:
         file = page.expanduser().resolve()
@@ -199,11 +268,11 @@ def _page_file(page: Path) -> Path:
         nowhere = not parent.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"--html {page}: is no usable path ({error}); name a file such as plan.html"
+            f"{option} {page}: is no usable path ({error}); name a file such as plan.html"
         ) from None
     if taken or nowhere or not page.name:
         what = f"{parent} is no folder" if nowhere else "is no regular file"
-        raise UsageError(f"--html {page}: {what}; name a file such as plan.html")
+        raise UsageError(f"{option} {page}: {what}; name a file such as plan.html")
     return file
 
 
@@ -218,53 +287,57 @@ def check_recipe(path: Path) -> Preflight:
 # --- stored reports --------------------------------------------------------------------------------------
 
 
-def load_report(path: Path) -> Report:
-    """A stored report from its file or its run's folder. Raises UsageError naming what is wrong with it."""
-    file = path / "report.json" if path.is_dir() else path
-    try:
-        content = file.read_bytes()
-        report = Report.model_validate_json(content)
-        json.loads(content, parse_int=_countable)
-        return report
-    except OSError as error:
-        raise UsageError(
-            f"{file}: can't be read ({error.strerror}); name a report.json or a run's folder"
-        ) from None
-    except OverflowError as error:
-        raise UsageError(f"{file}: is not a report of this version: {error}") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{file}: is not a report of this version: {place}: {first['msg']}") from None
+def judge_again(
+    path: Path, *, rules: Path | None, baseline_run: Path | None = None, page: Path | None = None
+) -> Report:
+    """The stored results under the report's own rules or those of another recipe; nothing is measured.
 
-
-def _countable(digits: str) -> int:
-    """An integer that a count of bytes or tokens can be; larger ones fit no arithmetic further on."""
-    if len(digits) > 19 or int(digits).bit_length() > 63:
-        raise OverflowError(f"{digits[:10]}… is too large a number")
-    return int(digits)
-
-
-def judge_again(path: Path, *, rules: Path | None) -> Report:
-    """The stored results under the report's own rules or those of another recipe; nothing is measured."""
+    With `baseline_run` each variant is judged beside its namesake of that run; `page` is the report as HTML.
+    """
+    file = None if page is None else _page_file(page)
     report = load_report(path)
-    gate = load_recipe(rules).recipe.gate if rules else _stored_rules(report, path)
-    results = tuple(_results_of(variant) for variant in report.variants)
+    other = load_recipe(rules).recipe if rules else None
+    gate = other.gate if other else _stored_rules(report, path)
+    promoted = promoted_for(
+        gate, recipe=Path(report.recipe), model=report.model_id, store=store_from_environment()
+    )
     try:
-        variants, verdict, because = judge_all(gate, baseline_name=report.baseline, variants=results)
+        judged = judge_run(
+            with_promoted(gate, promoted=promoted, machine=machine_of(report.provenance)),
+            variants=tuple(_results_of(variant) for variant in report.variants),
+            baseline_name=report.baseline,
+            prefer=other.prefer if other else _stored_preference(report),
+            provenance=report.provenance,
+            model=report.model_id,
+            interrupted=report.interrupted,
+            before=stored_run(baseline_run) if baseline_run else None,
+            missing=missing_results(report),
+        )
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    return report.model_copy(
-        update={
-            "variants": variants,
-            "verdict": "error" if report.interrupted else verdict,
-            "because": because,
-            "resolved_recipe": {
-                **report.resolved_recipe,
-                "gate": [rule.model_dump(mode="json") for rule in gate],
-            },
-        }
+    judged_by = {"gate": [rule.model_dump(mode="json") for rule in gate]}
+    again = report.model_copy(
+        update={**judged.fields(), "resolved_recipe": {**report.resolved_recipe, **judged_by}}
     )
+    if file is not None:
+        _write_shown(file, report_page(again), option=f"--html {page}")
+    return again
+
+
+def _stored_preference(report: Report) -> Preference | None:
+    """What the run's recipe preferred; an unknown word is none."""
+    wanted = report.resolved_recipe.get("prefer")
+    return next((word for word in get_args(Preference) if word == wanted), None)
+
+
+def compare_runs(paths: Sequence[Path], *, page: Path | None) -> RunHistory:
+    """Runs side by side and over time, and as a page; see `run_history.run_history`. A store stands for its runs."""
+    file = None if page is None else _page_file(page, option="--page")
+    runs, unread = find_runs(paths)
+    history = run_history(runs, unread=unread)
+    if file is not None:
+        _write_shown(file, history_page(history), option=f"--page {page}")
+    return history
 
 
 def _stored_rules(report: Report, path: Path) -> tuple[Any, ...]:
@@ -280,6 +353,36 @@ def _stored_rules(report: Report, path: Path) -> tuple[Any, ...]:
 def _results_of(variant: VariantReport) -> VariantResults:
     fields = {name: getattr(variant, name) for name in VariantResults.model_fields if name != "validity"}
     return VariantResults(**fields)
+
+
+def promoted_for(
+    rules: Sequence[Rule], *, recipe: Path, model: str | None, store: Store
+) -> dict[Alias, Promoted]:
+    """What was promoted before of this recipe and model, where a rule compares with it."""
+    if not any(isinstance(rule, NoRegression) for rule in rules):
+        return {}
+    return last_promoted(store, recipe=str(recipe), model=model)
+
+
+def promote_run(path: Path, variant: str, *, alias: Alias, push: str | None) -> Promotion:
+    """Register a stored run's variant that ships; see `promotion.promote`. `push` is a repository on the Hub."""
+    if push is not None:
+        hub_token(push)
+    report = load_report(path)
+    done = promote(
+        report,
+        variant,
+        judged=judge_again(path, rules=None),
+        run_folder=path if path.is_dir() else path.parent,
+        store=store_from_environment(),
+        alias=alias,
+        note=markdown(report),
+    )
+    if push is None:
+        return done
+    message = f"{done.name} version {done.version}: {done.variant}, {done.verdict}"
+    url = upload_checkpoint(Path(done.checkpoint_folder), repository=push, message=message)
+    return done.model_copy(update={"pushed_to": url})
 
 
 def track_run(path: Path) -> TrackResult:

@@ -12,9 +12,10 @@ pipeline.comparison.UnmeasuredError: piqa: 1 vs 0 documents (baseline vs candida
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pipeline.distribution_results import BaselineDistance, DistributionResult
 from pipeline.measured import Distribution
@@ -43,18 +44,23 @@ SAME_FOR_QUALITY = (
     "chat_template_applied",
     "tokenizer_hash",
     "adds_bos_token",
+    "max_length_tokens",
     "harness_version",
 )
 SAME_FOR_TASK = (
     *("output_type", "task_version", "task_hash", "num_fewshot", "fewshot_source", "scoring"),
-    *("prompts_hash", "data_hash"),
+    *("prompts_hash", "data_hash", "truncated_prompts"),
 )
+_OF_ALL_DOCUMENTS = {"prompts_hash", "data_hash", "truncated_prompts"}
+"""Of a task that stopped early they can't be the baseline's."""
 
 SAME_FOR_DISTRIBUTION = (
     *("text_sha256", "context_tokens", "bos_first", "vocabulary_tokens", "scored_tokens", "reference_key"),
 )
 MAX_OWN_KL_NATS = 1e-3
 """Of the baseline against what it wrote down: 16-bit steps make 3e-8, adding in another order 1e-6 in FP32."""
+NOT_COMPARED = frozenset({"tokenizers"})
+"""Packages whose version may differ: what they do is compared itself, by the hash of the tokenizer."""
 LEAST_KL_NATS = 1e-4
 """How far below 0 rounding in FP32 may put a divergence; what is further isn't one."""
 
@@ -90,9 +96,17 @@ def usable_row(variant: VariantResults, batch_size: int) -> SpeedRow:
     if sum(other.batch_size == batch_size for other in speed_of(variant).of("batch")) > 1:
         raise UnmeasuredError(f"{where}: two rows of that batch size")
     for what, times in (("time to first token", row.ttft_s), ("time per token", row.tpot_s)):
-        if times is not None and not 0 < min(times.samples, default=0) <= times.median <= max(times.samples):
+        if times is not None and not _in_order(times):
             raise UnmeasuredError(f"{where}: implausible, a {what} of {times.median} s")
     return row
+
+
+def _in_order(times: Distribution) -> bool:
+    """Whether smallest, quartiles, median and largest are above 0 and follow each other, but for rounding."""
+    if not times.samples:
+        return False
+    ends = (min(times.samples), times.lower_quartile, times.median, times.upper_quartile, max(times.samples))
+    return ends[0] > 0 and all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(ends))
 
 
 def usable_rate(
@@ -151,6 +165,7 @@ def comparable_quality(
             )
     assert baseline.quality is not None
     assert candidate.quality is not None
+    refuse_other_versions(baseline, candidate)
     refuse_differences("quality", baseline.quality, candidate.quality, SAME_FOR_QUALITY)
     _refuse_borrowed_answers(baseline, candidate)
     return baseline.quality, candidate.quality
@@ -251,7 +266,7 @@ def _distribution_of(variant: VariantResults, quality: QualityResult) -> Distrib
 def comparable_task(
     task: str, baseline: QualityResult, candidate: QualityResult
 ) -> tuple[TaskResult, TaskResult, tuple[tuple[Sample, Sample], ...]]:
-    """One task of both arms with its samples paired by document; UnmeasuredError otherwise.
+    """One task of both arms with its samples paired by document, repeated ones once; UnmeasuredError otherwise.
 
     A candidate that was evaluated sequentially answers some of the baseline's documents, and is paired with those.
     """
@@ -261,22 +276,43 @@ def comparable_task(
             raise UnmeasuredError(f"{task}: no result of the {arm}; it has {known}")
     before, after = baseline.tasks[task], candidate.tasks[task]
     for arm, result in (("baseline", before), ("candidate", after)):
-        if result.documents != len(result.samples):
-            raise UnmeasuredError(
-                f"{task}: the {arm} counts {result.documents} documents but holds "
-                f"{len(result.samples)} samples"
-            )
-        if result.void is not None:
-            raise UnmeasuredError(f"{task}: void, {result.void} ({arm})")
+        refuse_void(task, result, arm=arm)
     if after.look_confidence is not None:
         pairs = _answered_pairs(task, before, after)
-        fields = tuple(field for field in SAME_FOR_TASK if field not in ("prompts_hash", "data_hash"))
+        fields = tuple(field for field in SAME_FOR_TASK if field not in _OF_ALL_DOCUMENTS)
     else:
         pairs, fields = pair_samples(task, before.samples, after.samples), SAME_FOR_TASK
     refuse_differences(task, before, after, fields)
     if not pairs:
         raise UnmeasuredError(f"{task}: no documents")
-    return before, after, pairs
+    return before, after, tuple(itertools.compress(pairs, _first_times([sample for sample, _ in pairs])))
+
+
+def distinct_samples(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The first of each document and of each question: what is asked again is answered again, no new evidence."""
+    return tuple(itertools.compress(samples, _first_times(samples)))
+
+
+def _first_times(samples: Sequence[Sample]) -> Iterator[bool]:
+    seen: set[str] = set()
+    for sample in samples:
+        keys = {
+            sample.doc_hash.partition("#")[0]
+        }  # equal documents are told apart by their turn (`task_scores`)
+        if sample.prompt_hash is not None:
+            keys.add(sample.prompt_hash)
+        yield keys.isdisjoint(seen)
+        seen |= keys
+
+
+def refuse_void(task: str, result: TaskResult, *, arm: str) -> None:
+    """UnmeasuredError when the task decides nothing, or holds other documents than it counts."""
+    if result.documents != len(result.samples):
+        raise UnmeasuredError(
+            f"{task}: the {arm} counts {result.documents} documents but holds {len(result.samples)} samples"
+        )
+    if result.void is not None:
+        raise UnmeasuredError(f"{task}: void, {result.void} ({arm})")
 
 
 def pair_samples(
@@ -361,8 +397,41 @@ def refuse_chance_level(task: str, metric: str, baseline: Sequence[float], *, ch
     if p >= CHANCE_SIGNIFICANCE:
         raise UnmeasuredError(
             f"{task}: void, the baseline is at chance: {metric} {right / documents:.1%} on {documents} documents, "
-            f"guessing gets {chance:.1%} (p = {p:.2g}), so no drop could show; raise the limit or take another task"
+            f"guessing gets {chance:.1%} (p = {p:.2g}), so no drop could show; raise quality.limit "
+            "(more documents) or take another task"
         )
+
+
+def refuse_guessing(
+    task: str, metric: str, baseline: Sequence[float], *, chance: float | None, margin: float
+) -> None:
+    """UnmeasuredError when a model that only guesses would keep within the margin: the limit couldn't find it.
+
+    `baseline` holds a score from 0 to 1 for each document, more being better, `margin` a share of documents. Where
+    guessing isn't known to get more, for want of a `chance` or of right/wrong answers, it gets 0.
+    """
+    score = sum(baseline) / len(baseline)
+    guessed = chance if chance is not None and all(value in (0, 1) for value in baseline) else 0.0
+    if score - guessed <= margin:
+        raise UnmeasuredError(
+            f"{task}: void for this limit, the baseline's {metric} of {score:.1%} is {100 * (score - guessed):.1f} "
+            f"points over guessing ({guessed:.1%}), so a model that only guesses would keep within a limit of "
+            f"{100 * margin:.4g} points; set a smaller limit or take another task"
+        )
+
+
+def refuse_other_versions(baseline: VariantResults, candidate: VariantResults) -> None:
+    """UnmeasuredError when the two were made with other versions of a library that both were made with."""
+    before, after = (
+        variant.checkpoint.versions if variant.checkpoint else {} for variant in (baseline, candidate)
+    )
+    other = [
+        f"{name} {before[name]} vs {after[name]}"
+        for name in sorted(before.keys() & after.keys() - NOT_COMPARED)
+        if before[name] != after[name]
+    ]
+    if other:
+        raise UnmeasuredError(f"library versions: not comparable, baseline vs candidate: {'; '.join(other)}")
 
 
 def refuse_differences(what: str, baseline: Value, candidate: Value, fields: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 from pipeline.data_sheet import Device, is_device_file
 from pipeline.errors import RecipeError, UsageError
 from pipeline.hardware import named
-from pipeline.recipe_faults import schema_faults
+from pipeline.schema_faults import schema_faults
 from pipeline.values import Value
 from pipeline.yaml_document import Document, Fault, dotted, one_line, parse, read_text, shortened
 

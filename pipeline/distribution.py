@@ -16,12 +16,13 @@ most h · E|L − KL| + h².
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.distribution_results import BaselineDistance, DistributionWindow
-from pipeline.statistics import ratio_standard_error
+from pipeline.statistics import paired_bootstrap, ratio_standard_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +38,8 @@ STEPS = 65535
 TOP = 5
 BEYOND_NATS = 700.0
 """exp of more is no finite number."""
+FEWEST_WINDOWS = 4
+"""Of fewer the spread can't be told well enough for a mean to be called small."""
 
 
 class Estimate(NamedTuple):
@@ -189,27 +192,107 @@ def summarise(distances: TokenDistances, *, window_tokens: int) -> BaselineDista
     )
 
 
-def quantile_bounds(
-    windows: Sequence[DistributionWindow], quantile: float, *, confidence: float, resamples: int = 2000
-) -> tuple[float, float]:
-    """One-sided bounds of a percentile of KL over tokens, by drawing whole windows with replacement.
+def mean_bounds(sums: Sequence[float], *, weights: Sequence[float], confidence: float) -> tuple[float, float]:
+    """One-sided bounds of Σ sums ÷ Σ weights of something that is never below 0, over at least two windows.
 
-    Percentile bootstrap (Efron & Tibshirani, 1993, chapter 13) over windows, because a window's tokens go together.
+    Each is the wider of Student's t with resampled quantiles (`paired_bootstrap`) and of the bound of a lognormal
+    distribution's mean. docs/gate.md says how often they err.
+    """
+    found = paired_bootstrap([0.0] * len(sums), sums, weights=weights, confidence=confidence).interval
+    assert found is not None, "two windows at least"
+    lower, upper = found.lower, found.upper
+    means = [one / weight for one, weight in zip(sums, weights, strict=True)]
+    if min(means) > 0:
+        low, high = _lognormal_bounds([math.log(mean) for mean in means], confidence=confidence)
+        lower, upper = min(lower, low), max(upper, high)
+    return max(0.0, lower), upper
+
+
+def _lognormal_bounds(logs: Sequence[float], *, confidence: float) -> tuple[float, float]:
+    """exp of ȳ + s² ÷ 2 ± t √(s² ÷ n + s⁴ ÷ (2n − 2)), ȳ and s² being the logarithms' mean and variance.
+
+    Cox's method with t: Olsson, Journal of Statistics Education 13(1), 2005.
+    """
+    from scipy.special import stdtrit
+
+    count = len(logs)
+    middle = math.fsum(logs) / count
+    variance = math.fsum((one - middle) ** 2 for one in logs) / (count - 1)
+    reach = float(stdtrit(count - 1, confidence)) * math.sqrt(
+        variance / count + variance**2 / (2 * (count - 1))
+    )
+    centre = middle + variance / 2
+    # Beyond the largest finite number nothing is known.
+    return math.exp(min(centre - reach, BEYOND_NATS)), math.exp(min(centre + reach, BEYOND_NATS))
+
+
+def share_above(
+    windows: Sequence[DistributionWindow], limit_nats: float, *, confidence: float
+) -> tuple[float, float]:
+    """One-sided bounds of the share of tokens whose KL is above a limit."""
+    counts = [sum(value > limit_nats for value in window.kl_nats) for window in windows]
+    return clustered_share_bounds(counts, trials=[window.tokens for window in windows], confidence=confidence)
+
+
+def quantile_bounds(
+    windows: Sequence[DistributionWindow], quantile: float, *, limit_nats: float, confidence: float
+) -> tuple[float, float | None]:
+    """One-sided bounds of a percentile of KL over tokens: limits that its share of tokens surely is above and under.
+
+    The bounds agree with what `share_above` says of `limit_nats`. 0 or None where the text is too short for a bound.
     """
     import numpy as np
 
-    values = np.array([window.kl_nats for window in windows])
-    generator = np.random.default_rng(0)
-    count = len(values)
-    drawn = [
-        float(np.quantile(values[generator.integers(0, count, size=count)], quantile))
-        for _ in range(resamples)
-    ]
-    low, high = np.quantile(drawn, (1 - confidence, confidence))
-    return float(low), float(high)
+    values = np.unique(np.concatenate([window.kl_nats for window in windows])).tolist()
+
+    def bound(which: int) -> tuple[float | None, float | None]:
+        return _boundary(
+            values,
+            limit_nats,
+            lambda nats: share_above(windows, nats, confidence=confidence)[which] >= 1 - quantile,
+        )
+
+    return bound(0)[0] or 0.0, bound(1)[1]
 
 
-def share_bounds(successes: int, *, trials: int, confidence: float) -> tuple[float, float]:
+def _boundary(
+    values: Sequence[float], limit: float, holds: Callable[[float], bool]
+) -> tuple[float | None, float | None]:
+    """The last of rising values at which something holds and the first at which it doesn't; it ends to hold once.
+
+    `limit` is among the values, and what holds there is never contradicted.
+    """
+    holds_at_limit = holds(limit)
+    side = [value for value in values if (value > limit if holds_at_limit else value < limit)]
+    place = bisect_left(side, True, key=lambda value: not holds(value))
+    values = [limit, *side] if holds_at_limit else [*side, limit]
+    place += holds_at_limit
+    return values[place - 1] if place else None, values[place] if place < len(values) else None
+
+
+def clustered_share_bounds(
+    successes: Sequence[int], *, trials: Sequence[int], confidence: float
+) -> tuple[float, float]:
+    """One-sided bounds of Σ successes ÷ Σ trials over at least two windows, whose trials go together.
+
+    Clopper and Pearson's with as many trials as are worth it: divided by how much more the share varies between
+    windows than by chance, and by (t ÷ z)² for having that from a few windows (Korn and Graubard, Survey Methodology
+    24, 1998, 193-201); never closer than Clopper and Pearson's of all, nor than Student's t over windows.
+    """
+    from scipy.special import ndtri, stdtrit
+
+    count, total = len(successes), sum(trials)
+    share = sum(successes) / total
+    error = ratio_standard_error([float(one) for one in successes], [float(one) for one in trials])
+    quantile = float(stdtrit(count - 1, confidence))
+    by_chance = share * (1 - share) / total
+    excess = max(1.0, error**2 / by_chance) if by_chance > 0 else 1.0
+    worth = total / max(1.0, excess * (quantile / float(ndtri(confidence))) ** 2)
+    low, high = share_bounds(share * worth, trials=worth, confidence=confidence)
+    return max(0.0, min(low, share - quantile * error)), min(1.0, max(high, share + quantile * error))
+
+
+def share_bounds(successes: float, *, trials: float, confidence: float) -> tuple[float, float]:
     """One-sided Clopper–Pearson bounds of a share (Biometrika 26, 1934): wide even at 0 and at all."""
     from scipy.special import betaincinv
 

@@ -75,7 +75,7 @@ def plan_stopping(
     """What the gate lets end early; None for nothing. `asked` are each rule's margins by task, None for all documents.
 
     A task qualifies when it has margins, all are for one right/wrong metric with one confidence, no rule needs all of
-    its documents, and the baseline answered every one with a number.
+    its documents, and the baseline answered every one with a number and none twice.
     """
     found = {
         name: _task_stopping(baseline.tasks[name], [margin for some in rules for margin in some or ()])
@@ -91,7 +91,7 @@ def _task_stopping(result: TaskResult, margins: Sequence[Margin]) -> TaskStoppin
         return None
     metric = margins[0].metric
     answers = {sample.doc_hash: sample.metrics.get(metric) for sample in result.samples}
-    if metric not in result.metrics or len(answers) != result.documents:
+    if metric not in result.metrics or len(answers) != result.documents or result.repeated_documents:
         return None
     if not all(answer in (0, 1) for answer in answers.values()):
         return None

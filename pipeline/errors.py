@@ -37,6 +37,18 @@ class StageError(PipelineError):
     exit_code = 4
 
 
+class NoShipError(PipelineError):
+    """What was asked for needs a ship verdict, and the verdict is no-ship."""
+
+    exit_code = 1
+
+
+class UndecidedError(PipelineError):
+    """What was asked for needs a ship verdict, and the verdict is inconclusive."""
+
+    exit_code = 5
+
+
 class CheckpointError(StageError):
     """A checkpoint folder is incomplete, corrupt, or not what its label says."""
 

@@ -12,7 +12,7 @@ candidates is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.results import Finding, VariantReport, VariantResults, Verdict
 from pipeline.rules.base import Rule
@@ -63,33 +63,47 @@ def _judge(
         complete = complete and bool(found)
         findings += found
     findings += labels
+    return _verdict(findings, complete=complete), tuple(findings)
+
+
+def _verdict(findings: Sequence[Finding], *, complete: bool) -> Verdict:
     outcomes = {finding.outcome for finding in findings}
     if not complete or "missing" in outcomes:
-        return "error", tuple(findings)
+        return "error"
     if "fail" in outcomes:
-        return "no-ship", tuple(findings)
-    return ("inconclusive" if "inconclusive" in outcomes else "ship"), tuple(findings)
+        return "no-ship"
+    return "inconclusive" if "inconclusive" in outcomes else "ship"
 
 
 def judge_all(
-    rules: Sequence[Rule], *, baseline_name: str, variants: Sequence[VariantResults]
+    rules: Sequence[Rule],
+    *,
+    baseline_name: str,
+    variants: Sequence[VariantResults],
+    missing: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[tuple[VariantReport, ...], Verdict, tuple[str, ...]]:
     """Every variant's report, the verdict of the whole and why, one sentence each.
 
     The baseline is judged for completeness only; when it isn't complete, nothing can be said of the others.
+    `missing` says by variant what its results are known to lack (`declared.missing_results`): an error of it.
     The whole is the worst of the required candidates. Raises ValueError when two variants share a name.
     """
+    lacking = missing or {}
     names = [variant.name for variant in variants]
     if len(set(names)) != len(names):
         raise ValueError(f"two variants share a name: {', '.join(names)}")
     baseline = next((variant for variant in variants if variant.name == baseline_name), None)
     gaps: tuple[str, ...] = (f"{baseline_name}: the baseline has no results",)
     if baseline is not None:
-        gaps = _gaps(baseline, rules=rules, variants=variants)
+        gaps = (*_gaps(baseline, rules=rules, variants=variants), *lacking.get(baseline_name, ()))
     labels = label_order(variants, baseline_name=baseline_name)
     reports = tuple(
         _report(
-            variant, rules=rules, baseline=baseline, complete=not gaps, labels=labels.get(variant.name, ())
+            variant,
+            rules=rules,
+            baseline=baseline,
+            complete=not gaps and variant.name not in lacking,
+            labels=labels.get(variant.name, ()),
         )
         for variant in variants
     )
@@ -97,7 +111,66 @@ def judge_all(
     verdict = overall([report.verdict for report in candidates if report.required])
     if gaps:
         verdict = "error"
-    return reports, verdict, _because(rules, gaps=gaps, candidates=candidates)
+    told = (*gaps, *(gap for name, some in lacking.items() if name != baseline_name for gap in some))
+    return reports, verdict, _because(rules, gaps=told, candidates=candidates)
+
+
+def judge_beside(
+    rules: Sequence[Rule],
+    *,
+    earlier: Mapping[str, VariantResults | str],
+    baseline_name: str,
+    variants: Sequence[VariantResults],
+    missing: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[tuple[VariantReport, ...], Verdict, tuple[str, ...]]:
+    """As `judge_all`, but each variant beside its namesake of an earlier run, the baseline too, which then counts.
+
+    `earlier` holds what is known of each name, or why it can't be compared: then every finding is `missing`. Rules on
+    held text stay with this run's own baseline, because a distance is measured from it.
+    """
+    own, _, _ = judge_all(rules, baseline_name=baseline_name, variants=variants, missing=missing)
+    baseline = next((variant for variant in variants if variant.name == baseline_name), None)
+    labels = label_order(variants, baseline_name=baseline_name)
+    gaps: tuple[str, ...] = (f"{baseline_name}: the baseline has no results",)
+    if baseline is not None:
+        gaps = _gaps(baseline, rules=rules, variants=variants)
+    reports = []
+    for report, variant in zip(own, variants, strict=True):
+        found = earlier.get(variant.name, f"the baseline run has no variant {variant.name}")
+        verdict, findings = _beside(
+            rules, before=found, own=baseline, candidate=variant, labels=labels.get(variant.name, ())
+        )
+        lacks = bool(gaps) or variant.name in (missing or {})
+        reports.append(
+            report.model_copy(update={"verdict": "error" if lacks else verdict, "findings": findings})
+        )
+    told = (*gaps, *(gap for some in (missing or {}).values() for gap in some))
+    verdict = "error" if gaps else overall([report.verdict for report in reports if report.required])
+    return tuple(reports), verdict, _because(rules, gaps=told, candidates=reports)
+
+
+def _beside(
+    rules: Sequence[Rule],
+    *,
+    before: VariantResults | str,
+    own: VariantResults | None,
+    candidate: VariantResults,
+    labels: Sequence[Finding],
+) -> tuple[Verdict, tuple[Finding, ...]]:
+    if isinstance(before, str):
+        missing = [rule.finding("missing", before, unit="") for rule in rules]
+        return "error", (*missing, *labels)
+    found: list[Finding] = []
+    complete = bool(rules) and not before.failures and not candidate.failures
+    for rule in rules:
+        baseline = own if rule.quality_blocks else before
+        if rule.quality_blocks and own is not None and candidate.name == own.name:
+            continue  # its distance from itself
+        told = rule.judge(baseline=baseline, candidate=candidate) if baseline else ()
+        complete = complete and bool(told)
+        found += told
+    told_of = bool(found) or (own is not None and candidate.name == own.name)
+    return _verdict([*found, *labels], complete=complete and told_of), (*found, *labels)
 
 
 def _report(
@@ -133,7 +206,7 @@ def _gaps(
         )
     needed = {stage for rule in rules for stage in rule.needs}
     failed = {failure.stage for failure in baseline.failures}
-    for stage in ("speed", "capacity", "quality"):
+    for stage in ("speed", "serving", "capacity", "quality"):
         wanted = stage in needed or any(getattr(variant, stage) is not None for variant in variants)
         if wanted and getattr(baseline, stage) is None and stage not in failed:
             gaps.append(f"{baseline.name}: the baseline has no result of the {stage} stage")

@@ -178,6 +178,7 @@ def make_harness(
         batch_size=request.batch_size,
         max_length=harness.max_length,
         by_harness=harness.by_harness,
+        shares=request.scoring == "shared_prefixes",
     )
     return harness
 
@@ -213,7 +214,7 @@ def _generated(harness: Any, requests: Sequence[Any], *, generate: Callable[...,
     journal, watch = harness.journal, harness.watch
     settings = [to_json(request.args[1]) for request in requests]
     keys = [
-        request_key("generate", harness.max_length, request.args[0], setting)
+        request_key("generate", watch.task, harness.max_length, request.args[0], setting)
         for request, setting in zip(requests, settings, strict=True)
     ]
     of_key = dict(zip(reversed(keys), reversed(requests), strict=True))
@@ -233,10 +234,11 @@ def _generated(harness: Any, requests: Sequence[Any], *, generate: Callable[...,
             # A batch is one call of the model; HFLM sorts it as `_generation_batches` did.
             rows = zip(batch, texts, harness.row_lengths, strict=True)
             answers = {key: [text, length.tokens, length.cut] for key, text, length in rows}
+            fresh_keys = {key for key in batch if key not in answered}
             answered |= answers
             if watch.finite:  # what a broken model says is said again, so that it is seen again
                 journal.add(answers)
-            watch.advance(sum(key in answers for key in keys))
+            watch.advance(sum(key in fresh_keys for key in keys))
     watch.lengths = [
         AnswerLength(tokens=tokens, cut=cut) for _, tokens, cut in (answered[key] for key in keys)
     ]

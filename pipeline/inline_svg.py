@@ -100,8 +100,8 @@ def _with_own_ids(root: ElementTree.Element, key: str) -> None:
                 element.attrib[name] = f"{key}-{value}"
             elif name == "href":
                 element.attrib[name] = value.replace("#", f"#{key}-", 1)
-            elif value.startswith("url(#"):
-                element.attrib[name] = value.replace("url(#", f"url(#{key}-", 1)
+            elif "url(#" in value:  # of its own, or among the properties of a style
+                element.attrib[name] = value.replace("url(#", f"url(#{key}-")
 
 
 def _named(root: ElementTree.Element, *, key: str, title: str) -> ElementTree.Element:

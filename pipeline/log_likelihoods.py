@@ -1,8 +1,8 @@
 """Log-likelihood requests answered: from the journal, through shared prefixes, or by the harness's own code.
 
-Which way is taken is decided before a task's first request: what the model's settings allow, and, once a model, a
-comparison of both ways on a few requests. Both arms of a comparison must come the same way, because in 16 bits the
-shape of a batch changes the rounding.
+Which way is taken is decided before a task's first request, for each task by itself: what the recipe and the model's
+settings allow, and a comparison of both ways on a few requests. Both arms of a comparison must come the same way,
+because in 16 bits the shape of a batch changes the rounding.
 
     scorer = Scorer(model=model, journal=AnswerJournal(), batch_size=8, max_length=2048, by_harness=harness_scores)
     answers = scorer.answers(pairs, task="piqa", advance=lambda count: None)
@@ -11,6 +11,7 @@ shape of a batch changes the rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from pipeline.token_trie import Query, forwarded_by_harness, plan
 Way = Literal["shared prefixes", "lm-eval"]
 Pair = tuple[Sequence[int], Sequence[int]]
 """Tokens of a context and of its continuation."""
-_LENGTHER = 1.25
+_COMPARED_AGAIN_RATIO = 1.25
 """Texts longer than this times what was compared are compared again."""
 
 
@@ -43,13 +44,17 @@ class Told:
 
 @dataclass
 class Scorer:
-    """`by_harness(pairs, batch_size)` are the harness's own answers, in the order of the pairs."""
+    """`by_harness(pairs, batch_size)` are the harness's own answers, in the order of the pairs.
+
+    Without `shares` no prefixes are shared, whatever the model allows.
+    """
 
     model: Any
     journal: AnswerJournal
     batch_size: int
     max_length: int
     by_harness: Callable[[Sequence[Pair], int], list[Answer]]
+    shares: bool = True
     told: dict[str, Told] = field(default_factory=dict)
 
     def answers(self, pairs: Sequence[Pair], *, task: str, advance: Callable[[int], None]) -> list[Answer]:
@@ -59,7 +64,7 @@ class Scorer:
         if queries and told.way == "shared prefixes":
             told.refused = self._refused(queries, task)
             told.way = "lm-eval" if told.refused else "shared prefixes"
-        keys = [request_key(told.way, query.tokens, query.targets) for query in queries]
+        keys = [request_key(told.way, task, query.tokens, query.targets) for query in queries]
         asked = _Asked.of(keys, pairs, queries)
         advance(sum(key in self.journal for key in keys))
         for planned in self.journal.unfinished(task, told.way, asked.first):
@@ -87,8 +92,9 @@ class Scorer:
             self._shared(keys, asked, task) if way == "shared prefixes" else self._own(keys, asked, task)
         )
         for answered in batches:
+            fresh = [key for key in answered if key not in self.journal]
             self.journal.add(answered)
-            advance(sum(asked.count[key] for key in answered))
+            advance(sum(asked.count[key] for key in fresh))
 
     def _shared(self, keys: Sequence[str], asked: _Asked, task: str | None) -> Iterator[dict[str, Answer]]:
         queries = [asked.queries[asked.first[key]] for key in keys]
@@ -132,7 +138,13 @@ class Scorer:
     # --- which way ----------------------------------------------------------------------------------------
 
     def _refused(self, queries: Sequence[Query], task: str) -> str | None:
-        """Why these requests can't share prefixes; compares both ways where that isn't known yet."""
+        """Why these requests can't share prefixes; compares both ways where the journal doesn't know yet.
+
+        What it knows of a task is taken up in its order, so that a stage that goes on decides as before the kill,
+        whatever was found of other tasks or of longer texts since.
+        """
+        if not self.shares:
+            return "quality.scoring is lm_eval"
         few = prefix_scoring.probe(queries)
         longest = max(queries, key=lambda query: len(query.tokens))
         reach = max(len(query.tokens) for query in (*few, longest))
@@ -140,11 +152,10 @@ class Scorer:
             return reason
         if reach > self.max_length:
             return f"sequences of at most {self.max_length} tokens leave nothing to share"
-        checked = self.journal.checked
-        if checked is None:
-            checked = self._compare(few, noise_nats=0.0, task=task)
-        if not checked.refused and len(longest.tokens) > _LENGTHER * checked.up_to_tokens:
-            checked = self._compare([longest], noise_nats=checked.noise_nats, task=task)
+        known = iter(self.journal.checked(task))
+        checked = next(known, None) or self._compare(few, noise_nats=0.0, task=task)
+        while not checked.refused and len(longest.tokens) > _COMPARED_AGAIN_RATIO * checked.up_to_tokens:
+            checked = next(known, None) or self._compare([longest], noise_nats=checked.noise_nats, task=task)
         return checked.refused
 
     def _compare(self, queries: Sequence[Query], *, noise_nats: float, task: str) -> PathChecked:
@@ -166,29 +177,49 @@ class Scorer:
                 f"the model doesn't run with a mask and positions of our own ({type(error).__name__})"
             )
         else:
-            refused = self._verdict(queries, expected, found, noise_nats)
+            flips = self._flips(queries, expected, found)
+            tokens += sum(len(query.tokens) for query, _ in flips)
+            refused = self._verdict(queries, expected, found, flips, noise_nats)
             if refused and len(queries) > 1:
                 tokens += sum(len(query.tokens) for query in queries)
                 noise_nats = prefix_scoring.largest_difference(expected, self.by_harness(pairs, 1))
-                refused = self._verdict(queries, expected, found, noise_nats)
-        self._note(task, "comparison", (), tokens)
+                refused = self._verdict(queries, expected, found, flips, noise_nats)
+        longest = max(len(query.tokens) for query in queries)
         checked = PathChecked(
-            up_to_tokens=max(len(query.tokens) for query in queries), noise_nats=noise_nats, refused=refused
+            task=task, up_to_tokens=longest, computed_tokens=tokens, noise_nats=noise_nats, refused=refused
         )
         self.journal.note_checked(checked)
         return checked
 
+    def _flips(
+        self, queries: Sequence[Query], expected: Sequence[Answer], found: Sequence[Answer]
+    ) -> list[tuple[Query, float]]:
+        """Requests that one way alone calls greedy, with the nats between a target and its best rival."""
+        return [
+            (query, prefix_scoring.closest_call(self.model, query))
+            for query, one, other in zip(queries, expected, found, strict=True)
+            if one.greedy != other.greedy and math.isfinite(one.nats)
+        ]
+
     def _verdict(
-        self, queries: Sequence[Query], expected: Sequence[Answer], found: Sequence[Answer], noise_nats: float
+        self,
+        queries: Sequence[Query],
+        expected: Sequence[Answer],
+        found: Sequence[Answer],
+        flips: Sequence[tuple[Query, float]],
+        noise_nats: float,
     ) -> str | None:
         difference = prefix_scoring.largest_difference(found, expected)
         targets = max(len(query.targets) for query in queries)
         allowed = prefix_scoring.tolerance_nats(self.model, targets=targets, noise_nats=noise_nats)
-        if difference <= allowed:
-            return None
-        return (
-            f"log-likelihoods differ by {difference:.2g} nats from the harness's, {allowed:.2g} is rounding"
-        )
+        if difference > allowed:
+            return f"log-likelihoods differ by {difference:.2g} nats from the harness's, {allowed:.2g} is rounding"
+        apart = max((nats for _, nats in flips), default=0.0)
+        if apart > allowed:
+            return (
+                f"a greedy flag differs from the harness's, though the best tokens are {apart:.2g} nats apart"
+            )
+        return None
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pipeline.paired_margin import MarginP, margin_p
 from pipeline.results import Power
 from pipeline.statistics import (
     Flips,
+    bounded_mean_interval,
     detectable_drop,
     documents_for_distance,
     documents_to_decide,
     mcnemar_exact_p,
-    paired_bootstrap,
     paired_flips,
     tango_interval,
 )
@@ -31,7 +32,7 @@ class PairedDrop(Value):
     """The paired drop of one task or group, as shares of documents; bounds are one-sided at `confidence`.
 
     `flips` and McNemar's `p` are there for right/wrong metrics only; without bounds there is one graded document.
-    `variance` is that of one document's difference.
+    `variance` is that of one document's difference, with half a flip more than was seen.
     """
 
     metric: str
@@ -48,7 +49,7 @@ class PairedDrop(Value):
 
 
 def paired_drop(metric: str, pairs: Pairs, *, confidence: float) -> PairedDrop:
-    """Right/wrong answers get Tango's interval and McNemar's exact p, graded scores the paired bootstrap."""
+    """Right/wrong answers get Tango's interval and McNemar's exact p, graded scores Gaffke's bounds."""
     if all(score in (0, 1) for pair in pairs for score in pair):
         return _right_or_wrong(metric, pairs, confidence=confidence)
     return _graded(metric, pairs, confidence=confidence)
@@ -129,22 +130,21 @@ def _right_or_wrong(metric: str, pairs: Pairs, *, confidence: float) -> PairedDr
 
 
 def _graded(metric: str, pairs: Pairs, *, confidence: float) -> PairedDrop:
-    before, after = ([pair[arm] for pair in pairs] for arm in (0, 1))
-    result = paired_bootstrap(after, before, confidence=confidence)
-    assert result.difference is not None
-    # Equal differences everywhere give a bootstrap no width; unseen documents may still differ.
-    unseen = tango_interval(lost=0, gained=0, documents=len(pairs), confidence=confidence).upper
-    reach = 0.0 if result.standard_error else unseen
+    drops = [before - after for before, after in pairs]
+    count = len(drops)
+    mean = math.fsum(drops) / count
+    interval = bounded_mean_interval(drops, lowest=-1.0, highest=1.0, confidence=confidence)
     return PairedDrop(
         metric=metric,
-        documents=len(pairs),
-        baseline_score=sum(before) / len(pairs),
-        candidate_score=sum(after) / len(pairs),
-        drop=result.difference,
-        lower=result.interval.lower - reach if result.interval else None,
-        upper=result.interval.upper + reach if result.interval else None,
+        documents=count,
+        baseline_score=math.fsum(before for before, _ in pairs) / count,
+        candidate_score=math.fsum(after for _, after in pairs) / count,
+        drop=mean,
+        lower=interval.lower if count > 1 else None,
+        upper=interval.upper if count > 1 else None,
         confidence=confidence,
-        variance=len(pairs) * result.standard_error**2 if result.standard_error else 1.0,
+        # Half a flip more than was seen, as `Flips.smoothed_flip_rate` has it.
+        variance=(math.fsum((drop - mean) ** 2 for drop in drops) + 0.5) / (count + 1),
         flips=None,
         p=None,
     )

@@ -1,4 +1,4 @@
-"""Colours, markers, legends, ticks and labels that a plan's plots share.
+"""Colours, markers, legends, ticks and labels that plots of plans and of reports share.
 
 >>> colour_of(0), marker_of(0)
 ('#0072B2', 'o')
@@ -151,8 +151,13 @@ def _legend_columns(names: Sequence[str], *, width_in: float) -> int:
     return max(1, min(len(names), int((width_in - 0.2) * POINTS_PER_INCH // column)))
 
 
-def axes_over_legend(figure: Figure, variants: Sequence[str], *, kinds: Sequence[str] = ()) -> Axes:
-    """Axes above a legend of the variants, by colour and marker, and of `kinds` of points."""
+def axes_over_legend(
+    figure: Figure, variants: Sequence[str], *, kinds: Sequence[str] = (), places: Sequence[int] | None = None
+) -> Axes:
+    """Axes above a legend of the variants, by colour and marker, and of `kinds` of points.
+
+    `places` are the variants' places where not all of them are drawn, so that each keeps its colour.
+    """
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()
@@ -169,7 +174,7 @@ def axes_over_legend(figure: Figure, variants: Sequence[str], *, kinds: Sequence
             markeredgewidth=0.7,
             label=short(name),
         )
-        for index, name in enumerate(variants)
+        for index, name in zip(places or range(len(variants)), variants, strict=True)
     ]
     handles += [_kind_handle(kind) for kind in kinds]
     figure.legend(

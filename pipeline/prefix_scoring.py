@@ -256,6 +256,19 @@ def tolerance_nats(model: Any, *, targets: int, noise_nats: float) -> float:
     return max(1e-4, rounding, 5 * noise_nats)
 
 
+def closest_call(model: Any, query: Query) -> float:
+    """Nats between a target and its best rival, where they are closest: below rounding the greedy flag is chance."""
+    import torch
+
+    device = model.get_input_embeddings().weight.device
+    targets = torch.tensor(query.targets, device=device)[:, None]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([query.tokens], device=device)).logits[0, query.first_scored :]
+    own = logits.float().gather(1, targets)
+    rivals = logits.float().scatter(1, targets, -math.inf).max(dim=1, keepdim=True).values
+    return float((own - rivals).abs().min())
+
+
 def largest_difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
     """In nats; not a number on both sides is no difference, on one side an infinite one."""
     return max((_difference(a.nats, b.nats) for a, b in zip(one, other, strict=True)), default=0.0)

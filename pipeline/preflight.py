@@ -20,6 +20,7 @@ from pipeline.distribution_results import DistributionRequest
 from pipeline.engines.transformers import stored_dtype
 from pipeline.errors import RecipeError
 from pipeline.footprint import ShapeFacts, kv_bytes, weight_bytes
+from pipeline.gate_tasks import rule_problems
 from pipeline.hardware import Device
 from pipeline.model_source import hub_is_offline, read_config, source_problems
 from pipeline.planning import known_shapes
@@ -126,6 +127,7 @@ def preflight(loaded: LoadedRecipe, *, recipe: ExpandedRecipe, device: Device, s
         *held_problems,
         *(_size_problems(recipe, device, facts, store=store, held=held) if facts else ()),
         *(_serving_problems(load, facts) if load and facts else ()),
+        *(_length_problems(request, facts) if request and facts else ()),
         *(_quality_problems(loaded, request) if request else ()),
     ]
     return Preflight(
@@ -270,7 +272,19 @@ def _serving_problems(load: ServingLoad, facts: ShapeFacts) -> Iterator[Problem]
         )
 
 
+def _length_problems(request: QualityRequest, facts: ShapeFacts) -> Iterator[Problem]:
+    asked, limit = request.max_length_tokens, facts.context_tokens
+    if asked is not None and limit is not None and asked > limit:
+        yield Problem(
+            what=f"quality.max_length_tokens is {asked}, the model reads at most {limit}",
+            fix=f"set it to {limit} or less, or leave it out",
+        )
+
+
 def _quality_problems(loaded: LoadedRecipe, request: QualityRequest) -> tuple[Problem, ...]:
     model = loaded.recipe.model
     tokenizer = loaded.resolve(model.id) if model.is_local else None
-    return check_tasks(request, offline=hub_is_offline(), tokenizer_folder=tokenizer)
+    found = check_tasks(request, offline=hub_is_offline(), tokenizer_folder=tokenizer)
+    spec = loaded.recipe.quality
+    sequential = spec is not None and spec.sequential
+    return (*found, *rule_problems(loaded.recipe.gate, request, sequential=sequential))

@@ -12,6 +12,7 @@ key doesn't hold the model, so one precision would get another one's answers.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from pipeline.harness import SAMPLING_SETTINGS, Watch, make_harness
 from pipeline.harness_setting import head_left_alone, plain_decoding, quiet
 from pipeline.results import QualityResult, Sample, TaskResult
 from pipeline.task_checks import check, task_problems
+from pipeline.task_documents import DocumentError, refuse_literal_field
+from pipeline.task_failures import failing_as_stage
 from pipeline.task_rounds import build_once
 from pipeline.task_scores import (
     all_finite,
@@ -37,6 +40,7 @@ from pipeline.task_scores import (
     token_perplexity,
 )
 from pipeline.task_validity import Validity, examine
+from pipeline.task_yaml import FunctionName
 from pipeline.tasks import (
     QualityRequest,
     TaskFile,
@@ -57,10 +61,17 @@ from pipeline.tokenizer_facts import (
 )
 from pipeline.values import digest
 
-__all__ = ["QualityRequest", "check", "evaluate", "inputs_digest", "load_tasks"]
+__all__ = ["QualityRequest", "check", "evaluate", "inputs_digest", "load_tasks", "prepare_tasks"]
 
 _BOOTSTRAP_ROUNDS = 1000
+_TRIED_DOCUMENTS = 2
+_TOLD_BY_THE_STAGE = (MemoryError, RuntimeError, OSError)
+"""What memory and devices raise: the stage tells running out of memory from other failures."""
 _PROMPT_HASH_LETTERS = 16
+_OTHER_BATCHES = (
+    "answered in rounds, so in other batches than the baseline's: in {} that alone changes answers; "
+    "quality.null_batch_size shows how many"
+)
 
 
 def evaluate(
@@ -73,8 +84,9 @@ def evaluate(
     progress: Callable[[str], None],
     journal: AnswerJournal | None = None,
     stopping: Stopping | None = None,
+    tasks: Mapping[str, Any] | None = None,
 ) -> QualityResult:
-    """Scores and samples of every task of `request`.
+    """Scores and samples of every task of `request`; `tasks` are those that `prepare_tasks` made of it.
 
     `model` is a loaded transformers model, already on its device; its weights and generation settings are
     left as they were. Seeds Python's, NumPy's and torch's global generators. `progress` gets a line about
@@ -95,12 +107,14 @@ def evaluate(
             progress=progress,
             journal=AnswerJournal() if journal is None else journal,
         )
-        tasks = load_tasks(request)
+        tasks = load_tasks(request) if tasks is None else tasks
         files = leaves(request)
         for task in tasks.values():
             _refuse_unmeasurable(task, harness, request, files)
         results = {
-            name: _answered(name, task, harness, request, files.get(name), stopping=stopping)
+            name: _answered(
+                name, task, harness, request, files.get(name), stopping=stopping, dtype=compute_dtype
+            )
             for name, task in tasks.items()
         }
     return QualityResult(
@@ -114,6 +128,7 @@ def evaluate(
         chat_template_hash=chat_template_hash(tokenizer),
         chat_template_applied=request.apply_chat_template,
         tokenizer_hash=rules_hash,
+        max_length_tokens=harness.max_length,
         adds_bos_token=adds_bos(tokenizer),
         harness_version=version("lm_eval"),
         tasks={name: result for name, (result, _) in results.items()},
@@ -125,6 +140,21 @@ def evaluate(
 # --- tasks ------------------------------------------------------------------------------------------------
 
 
+def prepare_tasks(request: QualityRequest) -> dict[str, Any]:
+    """`load_tasks`, quietly, and the requests of each task's first documents built, before a model is loaded.
+
+    Raises PrerequisiteError for data that can't be had, StageError for a task that can't be asked.
+    """
+    with quiet():
+        tasks = load_tasks(request)
+        files = leaves(request)
+        for name, task in tasks.items():
+            with failing_as_stage(task=name, path=_path(files, name), doing="building its first requests"):
+                task.build_all_requests(limit=_TRIED_DOCUMENTS, rank=0, world_size=1)
+            task.set_fewshot_seed(seed=request.seed)
+    return tasks
+
+
 def load_tasks(request: QualityRequest) -> dict[str, Any]:
     """lm-eval's task objects by name, groups opened, few-shot settings and seed set as `simple_evaluate`."""
     from lm_eval.tasks import TaskManager
@@ -132,9 +162,12 @@ def load_tasks(request: QualityRequest) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     with rendered(request) as (folder, needs_index):
         manager = TaskManager(include_path=str(folder), include_defaults=needs_index)
-        for name in find_tasks(request):
+        for name, file in find_tasks(request).items():
             try:
-                tasks |= manager.load([name])["tasks"]
+                with failing_as_stage(
+                    task=name, path=file.path, doing="loading its data", through=(MemoryError, OSError)
+                ):
+                    tasks |= manager.load([name])["tasks"]
             except OSError as error:  # what `datasets` raises for data it can't find or reach
                 raise PrerequisiteError(f"the data of task {name} can't be loaded: {error}") from error
     for task in tasks.values():
@@ -146,6 +179,10 @@ def load_tasks(request: QualityRequest) -> dict[str, Any]:
     return tasks
 
 
+def _path(files: Mapping[str, TaskFile], name: str) -> Path | None:
+    return files[name].path if name in files else None
+
+
 def _refuse_unmeasurable(
     task: Any, harness: Any, request: QualityRequest, files: Mapping[str, TaskFile]
 ) -> None:
@@ -154,6 +191,7 @@ def _refuse_unmeasurable(
     if file := files.get(name):
         for problem in task_problems(file, request):
             raise StageError(f"{problem.what}; {problem.fix}")
+        _refuse_literal_fields(task, file)
     for metric, higher in task.higher_is_better().items():
         direction(name, metric, higher)
     if task.OUTPUT_TYPE == "generate_until":
@@ -166,6 +204,22 @@ def _refuse_unmeasurable(
             )
 
 
+def _refuse_literal_fields(task: Any, file: TaskFile) -> None:
+    """Where a function or the hub makes the documents, `check` couldn't know their fields."""
+    keys = (
+        ["doc_to_text"]
+        if task.get_config("process_results") is not None
+        else ["doc_to_text", "doc_to_target"]
+    )
+    for key in keys if not file.official else ():
+        wanted = file.config.get(key)
+        if isinstance(wanted, str) and not isinstance(wanted, FunctionName):
+            try:
+                refuse_literal_field(key, wanted, getattr(task, "features", [wanted]))
+            except DocumentError as error:
+                raise StageError(f"task {file.name} ({file.path}): {error}") from None
+
+
 def _answered(
     name: str,
     task: Any,
@@ -174,6 +228,7 @@ def _answered(
     file: TaskFile | None,
     *,
     stopping: Stopping | None,
+    dtype: str,
 ) -> tuple[TaskResult, bool]:
     """One task's result, of all its documents or of those that decide it; and whether all was finite."""
     wanted = stopping.tasks.get(name) if stopping else None
@@ -192,7 +247,10 @@ def _answered(
         return result
 
     order = seeded_order(available, task=name, seed=request.seed)
-    return answer_until_decided(wanted, order=order, answer=answer), finite
+    decided = answer_until_decided(wanted, order=order, answer=answer)
+    if dtype != "float32":
+        decided = decided.model_copy(update={"notes": (*decided.notes, _OTHER_BATCHES.format(dtype))})
+    return decided, finite
 
 
 def _run(
@@ -210,18 +268,21 @@ def _run(
     _seed(request.seed)
     harness.watch = harness.cache_hook = watch = Watch(harness.watch.progress, last_told=time.monotonic())
     _survive_overflow(task)
-    output = run_tasks(
-        lm=harness,
-        task_dict={"tasks": {name: task}},
-        limit=request.limit_of(name) if documents is None else None,
-        samples=None if documents is None else {name: list(documents)},
-        bootstrap_iters=_BOOTSTRAP_ROUNDS,
-        log_samples=True,
-        apply_chat_template=request.apply_chat_template,
-        # One turn per example, as the harness's own `simple_evaluate` has it.
-        fewshot_as_multiturn=request.apply_chat_template,
-        confirm_run_unsafe_code=request.confirm_unsafe_code,
-    )
+    with failing_as_stage(
+        task=name, path=file.path if file else None, doing="being asked", through=_TOLD_BY_THE_STAGE
+    ):
+        output = run_tasks(
+            lm=harness,
+            task_dict={"tasks": {name: task}},
+            limit=request.limit_of(name) if documents is None else None,
+            samples=None if documents is None else {name: list(documents)},
+            bootstrap_iters=_BOOTSTRAP_ROUNDS,
+            log_samples=True,
+            apply_chat_template=request.apply_chat_template,
+            # One turn per example, as the harness's own `simple_evaluate` has it.
+            fewshot_as_multiturn=request.apply_chat_template,
+            confirm_run_unsafe_code=request.confirm_unsafe_code,
+        )
     logged = output["samples"][name]
     rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     samples = _with_prompts(samples_of(logged, watch.tokens if rolling else None), task.instances)
@@ -229,6 +290,7 @@ def _run(
     metrics = metrics_of(name, output["results"][name], task.higher_is_better(), samples, finite=finite)
     if rolling:
         metrics["token_perplexity"] = token_perplexity(samples, finite=finite)
+    validity = _validity(harness, task, logged, request)
     return TaskResult(
         task=name,
         output_type=str(task.OUTPUT_TYPE),
@@ -240,11 +302,11 @@ def _run(
         documents=len(samples),
         truncated_prompts=watch.truncated,
         **_counted(harness, name, task),
-        **dict(_validity(harness, task, logged, request)),
+        **dict(validity),
         primary_metric=primary_metric(list(task.higher_is_better()), metrics),
         metrics=metrics,
         samples=samples,
-        notes=tuple(_notes(task, harness, finite)),
+        notes=(*_document_notes(harness, logged, validity), *_notes(task, harness, finite)),
     ), finite
 
 
@@ -271,6 +333,7 @@ def _validity(
         encode=harness.tok_encode,
         bos=None if number is None or text is None else (number, str(text)),
         lengths=harness.watch.lengths,
+        truncated=harness.watch.truncated,
     )
 
 
@@ -284,6 +347,14 @@ def _counted(harness: Any, name: str, task: Any) -> dict[str, Any]:
         "scored_tokens": told.scored_tokens,
         "computed_tokens": told.computed_tokens,
     }
+
+
+def _document_notes(harness: Any, logged: Sequence[Mapping[str, Any]], validity: Validity) -> Iterator[str]:
+    once = {example["doc_id"]: len(example["arguments"]) for example in logged}
+    if cut := harness.watch.truncated:
+        yield f"{cut} of {sum(once.values())} prompts were cut at {harness.max_length} tokens"
+    if repeated := validity.repeated_documents:
+        yield f"{repeated} of {len(once)} documents ask what an earlier one asks: judged once"
 
 
 def _notes(task: Any, harness: Any, finite: bool) -> Iterator[str]:
@@ -314,10 +385,18 @@ def _seed(seed: int) -> None:
 
 
 def _survive_overflow(task: Any) -> None:
-    """A broken model's perplexity overflows `exp` in lm-eval and would take the finished task with it."""
+    """Both would take a finished task with them: a broken model's perplexity overflows `exp` in lm-eval, and texts
+    without a letter divide by zero."""
     aggregation = task.aggregation()
     for metric in {"word_perplexity", "byte_perplexity"} & set(aggregation):
         aggregation[metric] = _weighted_perplexity
+    if "bits_per_byte" in aggregation:
+        aggregation["bits_per_byte"] = _bits_per_byte
+
+
+def _bits_per_byte(items: Sequence[tuple[float, float]]) -> float:
+    utf8_bytes = sum(units for _, units in items)
+    return -sum(nats for nats, _ in items) / utf8_bytes / math.log(2) if utf8_bytes else math.nan
 
 
 def _weighted_perplexity(items: Sequence[tuple[float, float]]) -> float:

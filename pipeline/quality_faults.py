@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.plugins import plugin_classes
-from pipeline.rules.base import Rule
 from pipeline.yaml_document import KeyPath
 
 
@@ -61,9 +60,7 @@ def _distribution_faults(block: Any, gate: Any) -> Iterator[tuple[KeyPath, str]]
 
 def _stopping_kinds() -> list[str]:
     rules = plugin_classes("pipeline.rules")
-    return sorted(
-        rule.model_fields["kind"].default for rule in rules if rule.early_margins is not Rule.early_margins
-    )
+    return sorted(rule.model_fields["kind"].default for rule in rules if rule.stops_early)
 
 
 def _some_rule_stops(gate: Any) -> bool:

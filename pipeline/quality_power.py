@@ -18,6 +18,8 @@ from pipeline.statistics import documents_to_detect
 
 ASSUMED_FLIP_RATE = 0.05
 """Share of answers that quantizing is taken to flip before anything is measured."""
+ASSUMED_SCORE = 0.5
+"""The baseline's, of which a limit in percent is taken; a better one leaves a larger limit."""
 
 
 def quality_plan(
@@ -28,7 +30,14 @@ def quality_plan(
     `flip_rates` are those of the last run, by task or group; without one 5 % of answers are taken to flip.
     """
     return tuple(
-        _row(recipe, rule, name, documents=documents, flip_rate=flip_rates.get(name))
+        _row(
+            recipe,
+            rule,
+            name,
+            documents=documents,
+            flip_rate=flip_rates.get(name),
+            pooled=rule.pool_groups and name in sizes.groups,
+        )
         for rule in recipe.gate
         if isinstance(rule, MaxQualityDrop) and recipe.quality is not None
         for name, documents in _subjects(rule, sizes)
@@ -58,14 +67,16 @@ def _row(
     *,
     documents: int | None,
     flip_rate: float | None,
+    pooled: bool,
 ) -> QualityPlan:
-    margin, rate = rule.points / 100, ASSUMED_FLIP_RATE if flip_rate is None else flip_rate
-    sequential = recipe.quality is not None and recipe.quality.sequential
+    margin, rate = rule.margin(ASSUMED_SCORE), ASSUMED_FLIP_RATE if flip_rate is None else flip_rate
+    # A pooled group answers every document, so that its confidence isn't shared among looks.
+    sequential = recipe.quality is not None and recipe.quality.sequential and not pooled
     confidence = last_confidence(rule.confidence) if sequential else rule.confidence
     return QualityPlan(
         task=name,
         rule=rule.kind,
-        points=rule.points,
+        points=100 * margin if rule.points is None else rule.points,
         confidence=rule.confidence,
         flips="assumed" if flip_rate is None else "measured",
         power=power(documents=documents, flip_rate=rate, margin=margin, confidence=confidence),

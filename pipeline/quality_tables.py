@@ -65,8 +65,19 @@ def _task_row(variant: VariantReport, task: TaskResult) -> tuple[str, ...]:
         str(task.available_documents or task.documents),
         figure_cell(task.computed_tokens, ",d"),
         figure_cell(task.scored_tokens, ",d"),
-        f"stopped after {task.documents} of {task.available_documents} documents" if _stopped(task) else "",
+        "; ".join(_remarks(task)),
     )
+
+
+def _remarks(task: TaskResult) -> Iterator[str]:
+    if _stopped(task):
+        yield f"stopped after {task.documents} of {task.available_documents} documents"
+    if task.truncated_prompts:
+        yield f"{task.truncated_prompts} prompts cut"
+    if task.repeated_documents:
+        yield f"{task.repeated_documents} documents repeat others, judged once"
+    if task.void is not None:
+        yield f"void: {task.void}"
 
 
 def _saved(report: Report) -> str:

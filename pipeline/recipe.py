@@ -21,9 +21,10 @@ from pydantic import Field, ValidationError, model_validator
 from pipeline.data_sheet import DATA_SHEET
 from pipeline.engines.base import Engine
 from pipeline.errors import RecipeError
+from pipeline.pick_results import Preference
 from pipeline.plugins import plugin_classes
 from pipeline.quantizers.base import Quantizer
-from pipeline.recipe_faults import ONE_FORM, cross_faults, schema_faults
+from pipeline.recipe_faults import ONE_FORM, cross_faults
 from pipeline.recipe_sections import (
     AnyRule,
     CapacitySpec,
@@ -38,6 +39,7 @@ from pipeline.recipe_sections import (
     WayToRun,
     Workload,
 )
+from pipeline.schema_faults import schema_faults
 from pipeline.values import Value
 from pipeline.yaml_document import Document, Fault, dotted, parse, read_text
 
@@ -58,6 +60,7 @@ class Recipe(Value):
     cost: CostSpec | None = None
     traffic: TrafficSpec | None = None
     gate: Annotated[tuple[AnyRule, ...], Field(min_length=1)]
+    prefer: Preference | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -109,6 +112,7 @@ class ExpandedRecipe(Value):
     cost: CostSpec | None
     traffic: TrafficSpec | None
     gate: tuple[AnyRule, ...]
+    prefer: Preference | None = None
 
     def ordered(self) -> tuple[VariantSpec, ...]:
         """The baseline first, then the candidates in the recipe's order."""

@@ -1,189 +1,29 @@
-"""What is wrong with a recipe's data, said for people: schema errors and contradictions between sections.
+"""Contradictions between a recipe's sections, said for people.
 
-The schema's errors come from pydantic; this module gives them the line, the dotted path as it stands in the
-file, the nearest allowed name and the allowed values. Contradictions are looked for in the raw data, so that
-they are reported together with schema errors.
+They are looked for in the raw data, so that they are reported together with the schema's errors
+(`schema_faults`).
 
     faults = cross_faults(document, data, precisions=("fp16", "int8"))
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.data_sheet import DATA_SHEET, is_device_file, nearest_device
-from pipeline.plugins import kinds, plugin_class, plugin_classes
+from pipeline.gate_faults import gate_faults
+from pipeline.plugins import kinds, plugin_class
 from pipeline.quality_faults import evaluation_faults
-from pipeline.yaml_document import Document, Fault, KeyPath, shortened
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-
+from pipeline.schema_faults import nearest, shown
+from pipeline.yaml_document import Document, Fault, KeyPath
 
 ONE_FORM = (
     "give either 'precisions' (short form) or 'variants' (long form): without a precision, "
     "a model's size and whether it fits are undefined"
 )
-
-
-def nearest(name: str, allowed: Sequence[Any]) -> str:
-    """`; did you mean 'x'? allowed: x, y` for messages; the first part only when something is near."""
-    allowed = [shortened(str(one)) for one in allowed]
-    close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.55)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    listed = ", ".join(dict.fromkeys(allowed))
-    return f"{hint} (allowed: {listed})" if hint else f"; allowed: {listed}" if allowed else ""
-
-
-# --- schema errors ---------------------------------------------------------------------------------------
-
-
-def schema_faults(
-    error: ValidationError,
-    document: Document,
-    data: dict[str, Any],
-    *,
-    schema: dict[str, Any],
-    known: Sequence[Fault],
-) -> list[Fault]:
-    """One fault for each of pydantic's errors that isn't an echo of one that is `known`."""
-    faults = []
-    for item in error.errors(include_url=False):
-        path = _as_written(_path_in_file(item["loc"], data), document.data)
-        if _is_echo(item, path, known=known):
-            continue
-        message = _message(item, path, schema=schema, data=data, written=document.numbers.get(path))
-        faults.append(Fault(path, document.line(path), message))
-    return faults
-
-
-def _is_echo(item: Any, path: KeyPath, *, known: Sequence[Fault]) -> bool:
-    """Whether the error only says again what another fault says better."""
-    if item["type"] == "too_short":
-        # Wrong items, each reported on its own, don't count for pydantic.
-        return bool(len(item["input"]) >= item["ctx"]["min_length"])
-    if item["type"] == "value_error":
-        # Fields that contradict each other: not when one of them couldn't be read in the first place.
-        text = str(item["ctx"]["error"])
-        return any(
-            fault.path[: len(path)] == path and (len(fault.path) > len(path) or fault.message == text)
-            for fault in known
-        )
-    return path in {fault.path for fault in known}
-
-
-def _path_in_file(location: tuple[int | str, ...], data: Any) -> KeyPath:
-    """The path without the union tags that pydantic puts in (`quantizer.quanto.weights`)."""
-    path: list[int | str] = []
-    here: Any = data
-    for index, part in enumerate(location):
-        last = index == len(location) - 1
-        if (isinstance(here, dict) and part in here) or (
-            isinstance(here, list) and isinstance(part, int) and part < len(here)
-        ):
-            here = here[part]  # type: ignore[index]
-        elif not last or not isinstance(here, dict) or part in (here.get("kind"), here.get("distribution")):
-            continue  # a tag of a union, not a key of the file
-        path.append(part)
-    return tuple(path)
-
-
-def _as_written(path: KeyPath, data: Any) -> KeyPath:
-    """The part of a long form's path that stands in the file, where a short form may end earlier."""
-    here = data
-    for index, part in enumerate(path):
-        if isinstance(here, dict):
-            here = here.get(part)
-        elif isinstance(here, list) and isinstance(part, int):
-            here = here[part] if part < len(here) else None
-        else:
-            return path if here is None else path[:index]
-    return path
-
-
-def _message(
-    item: Any, path: KeyPath, *, schema: dict[str, Any], data: dict[str, Any], written: str | None
-) -> str:
-    """`written` is the text of a number, which its value may not show (`25921e05` is 2592100000.0)."""
-    kind, context = item["type"], item.get("ctx", {})
-    shown = _shown(item["input"]) if written is None else shortened(written)
-    if kind == "extra_forbidden":
-        allowed = _allowed_keys(path[:-1], schema=schema, data=data)
-        return f"unknown key{nearest(str(path[-1]), allowed)}"
-    if kind == "missing":
-        return "is missing; it must be given"
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return _kind_message(item, context)
-    if kind in ("literal_error", "enum"):
-        expected = context.get("expected", "")
-        allowed = re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
-        return f"{shown} is not allowed{nearest(str(item['input']), allowed)}"
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "tuple_type":
-        hint = f"; write [{item['input']}]" if _is_short_scalar(item["input"]) else ""
-        return f"expected a list, found {shown}{hint}"
-    if kind == "too_short":
-        return "is empty; it needs at least one item"
-    if kind == "bool_type":
-        return f"expected true or false, found {shown}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"expected keys and values ({{key: value}}), found {shown}"
-    if kind == "string_type":
-        return f"expected text, found {shown}; put it in quotes"
-    if kind == "string_pattern_mismatch":
-        return f"{shown} may hold letters, digits, '_', '.' and '-' only, and starts with a letter or digit"
-    return f"{item['msg'].replace('Input should be', 'should be')}; found {shown}"
-
-
-def _shown(value: Any) -> str:
-    return shortened(repr(value))
-
-
-def _is_short_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float) and value != "" and len(str(value)) <= 40
-
-
-def _kind_message(item: Any, context: dict[str, Any]) -> str:
-    allowed = re.findall(r"'([^']*)'", context.get("expected_tags", ""))
-    key = context["discriminator"].strip("'")
-    if item["type"] == "union_tag_invalid":
-        return f"unknown {key} {_shown(context['tag'])}{nearest(context['tag'], allowed)}"
-    if key == "kind":
-        return "the key 'kind' is missing; see `python -m pipeline kinds`"
-    return f"the key {key!r} is missing; it names one of fixed, uniform, lognormal"
-
-
-def _allowed_keys(path: KeyPath, *, schema: dict[str, Any], data: Any) -> list[str]:
-    node: dict[str, Any] = schema
-    here: Any = data
-    for part in path:
-        node = _object_schema(node, here, schema)
-        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
-        here = here[part]
-    return sorted(_object_schema(node, here, schema).get("properties", {}))
-
-
-def _object_schema(node: dict[str, Any], here: Any, schema: dict[str, Any]) -> dict[str, Any]:
-    """Follow references, and the alternative of a union that `kind` or the type of `here` chooses."""
-    if "$ref" in node:
-        return _object_schema(schema["$defs"][node["$ref"].rsplit("/", 1)[1]], here, schema)
-    mapping = node.get("discriminator", {}).get("mapping")
-    if mapping and isinstance(here, dict) and here.get("kind") in mapping:
-        return _object_schema({"$ref": mapping[here["kind"]]}, here, schema)
-    wanted = "array" if isinstance(here, list) else "object"
-    for option in node.get("anyOf", node.get("oneOf", ())):
-        found = _object_schema(option, here, schema)
-        if found.get("type") == wanted:
-            return found
-    return node
-
-
-# --- contradictions between sections ---------------------------------------------------------------------
 
 
 def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequence[str]) -> list[Fault]:
@@ -194,7 +34,7 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_hardware_faults(data),
         *_precision_faults(data, precisions),
         *_variant_faults(data),
-        *_gate_faults(data),
+        *gate_faults(data),
         *_limit_faults(data),
         *evaluation_faults(data),
         *_random_weight_faults(data),
@@ -203,6 +43,7 @@ def cross_faults(document: Document, data: dict[str, Any], *, precisions: Sequen
         *_traffic_faults(data),
         *_serving_faults(data),
         *_repetition_faults(data),
+        *_preference_faults(data),
     ]
     unread = {fault.path for fault in document.faults}
     return [Fault(path, document.line(path), message) for path, message in found if path not in unread]
@@ -235,7 +76,7 @@ def _hardware_faults(data: dict[str, Any]) -> Found:
     hint = f"; did you mean {near!r}?" if near else ""
     yield (
         ("hardware",),
-        f"{_shown(name)} is not a device with a data sheet here{hint} (allowed: {', '.join(known)}, "
+        f"{shown(name)} is not a device with a data sheet here{hint} (allowed: {', '.join(known)}, "
         "or a device file such as ./my-box.yaml)",
     )
 
@@ -247,7 +88,7 @@ def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
     lowered = []
     for index, name in enumerate(named):
         if not isinstance(name, str) or name.lower() not in known:
-            yield ("precisions", index), f"{_shown(name)} is not a precision{nearest(str(name), known)}"
+            yield ("precisions", index), f"{shown(name)} is not a precision{nearest(str(name), known)}"
         elif name.lower() in lowered:
             yield ("precisions", index), f"{name!r} stands twice"
         lowered.append(str(name).lower())
@@ -255,7 +96,7 @@ def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
         yield ("precisions",), "a 16-bit baseline is needed: add fp16 or bf16"
     baseline = data.get("baseline")
     if isinstance(baseline, str) and baseline not in lowered:
-        yield ("baseline",), f"{_shown(baseline)} is not among the precisions{nearest(baseline, lowered)}"
+        yield ("baseline",), f"{shown(baseline)} is not among the precisions{nearest(baseline, lowered)}"
     if isinstance(baseline, str) and baseline in lowered and baseline not in ("fp16", "bf16"):
         yield (
             ("baseline",),
@@ -269,13 +110,13 @@ def _variant_faults(data: dict[str, Any]) -> Found:
     sixteen_bit = []
     for index, variant in variants:
         if variant["name"] in names:
-            yield ("variants", index, "name"), f"{_shown(variant['name'])} is the name of an earlier variant"
+            yield ("variants", index, "name"), f"{shown(variant['name'])} is the name of an earlier variant"
         names.append(variant["name"])
         quantizer = variant.get("quantizer")
         if _precision(quantizer) in ("fp16", "bf16"):
             sixteen_bit.append(variant["name"])
         if quantizer is None:
-            message = f"{_shown(variant['name'])} needs a quantizer; see `python -m pipeline kinds`"
+            message = f"{shown(variant['name'])} needs a quantizer; see `python -m pipeline kinds`"
             yield ("variants", index, "quantizer"), message
     if not variants:
         return
@@ -283,11 +124,11 @@ def _variant_faults(data: dict[str, Any]) -> Found:
     if baseline is None and not sixteen_bit:
         yield ("variants",), "a 16-bit baseline is needed: add {name: fp16}"
     elif isinstance(baseline, str) and baseline not in names:
-        yield ("baseline",), f"{_shown(baseline)} is not a variant{nearest(baseline, names)}"
+        yield ("baseline",), f"{shown(baseline)} is not a variant{nearest(baseline, names)}"
     elif isinstance(baseline, str) and baseline not in sixteen_bit:
         yield (
             ("baseline",),
-            f"{_shown(baseline)} can't be the baseline: an ordinary 16-bit variant is needed (fp16, bf16)",
+            f"{shown(baseline)} can't be the baseline: an ordinary 16-bit variant is needed (fp16, bf16)",
         )
     if len(names) == 1:
         yield ("variants",), "a candidate is needed beside the baseline"
@@ -312,36 +153,6 @@ def _precision(quantizer: Any) -> str | None:
     return label
 
 
-def _gate_faults(data: dict[str, Any]) -> Found:
-    rules = {rule.model_fields["kind"].default: rule for rule in plugin_classes("pipeline.rules")}
-    speed = data.get("speed")
-    batch_sizes = speed.get("batch_sizes", [1]) if isinstance(speed, dict) else None
-    quality = data.get("quality")
-    tasks = quality.get("tasks") if isinstance(quality, dict) else None
-    for index, rule in _dicts(data.get("gate")):
-        kind = rules.get(str(rule.get("kind")))
-        if kind is None:
-            continue  # the schema says so
-        for section in sorted(kind.needs):
-            if data.get(section) is None:
-                yield (
-                    ("gate", index),
-                    f"{rule['kind']} needs the section {section!r}, which the recipe doesn't have",
-                )
-        wanted = rule.get("batch_size", 1)
-        if "batch_size" in kind.model_fields and isinstance(batch_sizes, list) and wanted not in batch_sizes:
-            yield (
-                ("gate", index),
-                f"batch size {_shown(wanted)} is not measured; speed.batch_sizes: {_shown(batch_sizes)}",
-            )
-        known = tasks if isinstance(tasks, list) else []
-        named = rule.get("tasks")
-        for place, task in enumerate(named if isinstance(named, list) else ()):
-            if known and task not in known:
-                message = f"{_shown(task)} is not among quality.tasks{nearest(str(task), known)}"
-                yield ("gate", index, "tasks", place), message
-
-
 def _limit_faults(data: dict[str, Any]) -> Found:
     quality = data.get("quality")
     limits = quality.get("limits") if isinstance(quality, dict) else None
@@ -350,7 +161,7 @@ def _limit_faults(data: dict[str, Any]) -> Found:
         return
     for task in limits:
         if task not in tasks:
-            message = f"{_shown(task)} is not among quality.tasks{nearest(task, tasks)}"
+            message = f"{shown(task)} is not among quality.tasks{nearest(task, tasks)}"
             yield ("quality", "limits", task), message
 
 
@@ -372,7 +183,9 @@ def _length_faults(data: dict[str, Any]) -> Found:
     context = capacity.get("context_tokens") if isinstance(capacity, dict) else None
     new = workload.get("new_tokens", 64) if isinstance(workload, dict) else 64
     if isinstance(context, int) and isinstance(new, int) and not isinstance(context, bool) and context <= new:
-        message = f"{_shown(context)} tokens hold no prompt beside workload.new_tokens: {_shown(new)}; make it larger"
+        message = (
+            f"{shown(context)} tokens hold no prompt beside workload.new_tokens: {shown(new)}; make it larger"
+        )
         yield ("capacity", "context_tokens"), message
 
 
@@ -387,7 +200,7 @@ def _chunk_faults(data: dict[str, Any]) -> Found:
     for index, chunk in enumerate(_list(chunks)):
         if type(chunk) is int and longest is not None and chunk >= longest:
             message = (
-                f"no prompt of speed.prompt_tokens is longer than {_shown(chunk)} tokens; make it smaller"
+                f"no prompt of speed.prompt_tokens is longer than {shown(chunk)} tokens; make it smaller"
             )
             yield ("speed", "prefill_chunk_tokens", index), message
 
@@ -406,9 +219,7 @@ def _traffic_faults(data: dict[str, Any]) -> Found:
                 yield ("traffic", key), "is missing; give it, or a trace file (traffic.trace)"
     most, tokens = traffic.get("max_sequences", 256), traffic.get("max_batch_tokens", 2048)
     if isinstance(most, int) and isinstance(tokens, int) and most > tokens > 0:
-        message = (
-            f"{_shown(most)} sequences decode a token each, more than max_batch_tokens: {_shown(tokens)}"
-        )
+        message = f"{shown(most)} sequences decode a token each, more than max_batch_tokens: {shown(tokens)}"
         yield ("traffic", "max_sequences"), message
     targets = traffic.get("targets")
     if isinstance(targets, dict) and not (
@@ -427,13 +238,13 @@ def _serving_faults(data: dict[str, Any]) -> Found:
     for index, size in enumerate(sizes if isinstance(sizes, list) else ()):
         path: KeyPath = ("serving", "concurrency", index) if "concurrency" in serving else ("serving",)
         if _exceeds(size, requests):
-            yield path, f"{_shown(size)} are never under way at once of serving.requests: {_shown(requests)}"
+            yield path, f"{shown(size)} are never under way at once of serving.requests: {shown(requests)}"
         elif _exceeds(size, tokens):
-            message = f"{_shown(size)} sequences decode a token each, more than a step's {_shown(tokens)}"
+            message = f"{shown(size)} sequences decode a token each, more than a step's {shown(tokens)}"
             yield path, f"{message} (traffic.max_batch_tokens)"
     prefix = serving.get("prefix_tokens")
     if _exceeds(block, prefix):
-        message = f"{_shown(prefix)} tokens fill no block of {_shown(block)} (traffic.block_tokens)"
+        message = f"{shown(prefix)} tokens fill no block of {shown(block)} (traffic.block_tokens)"
         yield ("serving", "prefix_tokens"), f"{message}, and only whole blocks are reused"
 
 
@@ -455,7 +266,23 @@ def _repetition_faults(data: dict[str, Any]) -> Found:
         listed = _list(block.get(field)) if isinstance(block, dict) else []
         for index, item in enumerate(listed):
             if item in listed[:index]:
-                yield (section, field, index), f"{_shown(item)} stands twice"
+                yield (section, field, index), f"{shown(item)} stands twice"
+
+
+_MEASURED_BY = {
+    "cheapest": ("cost", "speed"),
+    "fastest": ("speed",),
+    "smallest": ("speed",),
+    "best_quality": ("quality",),
+}
+"""Sections without which a preference would have no figure to choose by."""
+
+
+def _preference_faults(data: dict[str, Any]) -> Found:
+    wanted = data.get("prefer")
+    for section in _MEASURED_BY.get(wanted, ()) if isinstance(wanted, str) else ():
+        if data.get(section) is None:
+            yield ("prefer",), f"{wanted!r} needs the section {section!r}, which the recipe doesn't have"
 
 
 def _list(items: Any) -> list[Any]:

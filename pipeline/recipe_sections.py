@@ -165,7 +165,7 @@ class QualitySpec(Value):
 
     `limit` is the first N documents of every task, `limits` the same for single tasks by name. The baseline is
     evaluated once more at `null_batch_size`, whose differences are noise. `sequential`: candidates stop at the
-    documents that decide the gate.
+    documents that decide the gate. `scoring: lm_eval` shares no prefixes, for both arms of a comparison.
     """
 
     tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
@@ -177,10 +177,11 @@ class QualitySpec(Value):
     batch_size: Positive = 8
     null_batch_size: Positive | None = None
     sequential: bool = False
+    scoring: Literal["shared_prefixes", "lm_eval"] = "shared_prefixes"
     distribution: DistributionSpec | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     apply_chat_template: bool = False
-    max_length_tokens: Positive | None = None
+    max_length_tokens: Annotated[int, Field(ge=8)] | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     confirm_unsafe_code: bool = False
 

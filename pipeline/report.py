@@ -7,20 +7,24 @@ print(comparison_table(report))
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.capacity_tables import capacity_markdown, capacity_notes
 from pipeline.distribution_tables import distribution_markdown
-from pipeline.gate import judge_all
+from pipeline.judgement import judge_run
+from pipeline.pick_tables import pick_markdown, pick_text
 from pipeline.power_tables import group_scores
 from pipeline.quality_tables import documents_cell, quality_markdown
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
 from pipeline.results import QualityResult, Report, TaskResult, VariantReport, VariantResults
+from pipeline.rules.base import Rule
 from pipeline.serving_tables import serving_markdown, serving_notes
 from pipeline.speed_columns import speed_markdown
 from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.speed_tables import length_tables, sweep_notes
+from pipeline.stored_reports import StoredRun
 from pipeline.text_table import figure_cell, markdown_table, text_table
 
 TOKEN_PERPLEXITY = "token_perplexity"
@@ -31,15 +35,30 @@ def make_report(
     loaded: LoadedRecipe,
     *,
     recipe: ExpandedRecipe,
+    rules: Sequence[Rule] | None = None,
     variants: tuple[VariantResults, ...],
     device: DeviceSpeed | None,
     provenance: dict[str, Any],
     started_at: str,
     seconds: float,
     interrupted: bool,
+    before: StoredRun | None = None,
 ) -> Report:
-    """Judge the variants by the recipe's gate. An interrupted run's verdict is never better than error."""
-    reports, verdict, because = judge_all(recipe.gate, baseline_name=recipe.baseline, variants=variants)
+    """Judge the variants by the recipe's gate. An interrupted run's verdict is never better than error.
+
+    `rules` are the gate's, where some of them compare with a promoted version and have it beside them. With `before`
+    each variant is judged beside its namesake of that run.
+    """
+    judged = judge_run(
+        recipe.gate if rules is None else rules,
+        variants=variants,
+        baseline_name=recipe.baseline,
+        prefer=recipe.prefer,
+        provenance=provenance,
+        model=recipe.model.id,
+        interrupted=interrupted,
+        before=before,
+    )
     return Report(
         recipe=str(loaded.path),
         recipe_digest=loaded.recipe.digest(),
@@ -49,17 +68,15 @@ def make_report(
         provenance=provenance,
         device=device,
         baseline=recipe.baseline,
-        verdict="error" if interrupted else verdict,
-        because=("the run was interrupted", *because) if interrupted else because,
-        variants=reports,
         interrupted=interrupted,
+        **judged.fields(),
     )
 
 
 # --- the comparison --------------------------------------------------------------------------------------
 
 
-def _rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
+def comparison_rows(report: Report) -> tuple[list[str], list[list[str]]]:
     """Header and one row a variant: the triple speed, memory, quality beside the baseline."""
     baseline = report.variant(report.baseline)
     tasks = _shown_tasks(report)
@@ -186,7 +203,7 @@ def _group_cell(quality: QualityResult, group: str) -> str:
 
 def comparison_table(report: Report) -> str:
     """The comparison for a terminal, with the gate's findings below it."""
-    header, rows = _rows_of(report)
+    header, rows = comparison_rows(report)
     lines = [text_table(header, rows), ""]
     findings = [
         (f"{variant.name}: {_rule(finding.rule, finding.subject)}", _MARK[finding.outcome], finding.because)
@@ -204,7 +221,8 @@ def comparison_table(report: Report) -> str:
     lines += (
         ["~ noisy: spread over the recipe's limit even when measured twice"] if _any_noisy(report) else []
     )
-    return "\n".join([*lines, "", f"verdict: {report.verdict}"])
+    beside = [report.baseline_run.text] if report.baseline_run else []
+    return "\n".join([*lines, "", *beside, *pick_text(report), f"verdict: {report.verdict}"])
 
 
 def _rule(rule: str, subject: str) -> str:
@@ -220,11 +238,12 @@ def _any_noisy(report: Report) -> bool:
 
 def markdown(report: Report) -> str:
     """The report as Markdown: verdict with its reasons first, then the comparison, findings, provenance."""
-    header, rows = _rows_of(report)
+    header, rows = comparison_rows(report)
     parts = [
         f"# {report.verdict}: {report.resolved_recipe['model']['id']}",
         "\n".join(f"- {reason}" for reason in report.because),
         markdown_table(header, rows, text_columns=("verdict",)),
+        pick_markdown(report),
         "## Findings",
         markdown_table(
             ("variant", "rule", "outcome", "observed", "limit", "unit", "because"),
@@ -244,33 +263,31 @@ def markdown(report: Report) -> str:
             text_columns=("rule", "outcome", "unit", "because"),
         ),
     ]
-    planned = _planned_markdown(report)
-    if planned:
-        parts += ["## Planned and measured", planned]
-    notes = [f"- {variant.name}: {note}" for variant in report.variants for note in _notes(variant)]
+    notes = [f"- {variant.name}: {note}" for variant in report.variants for note in variant_notes(variant)]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
-    quality = quality_markdown(report)
-    if quality:
-        parts += ["## Quality", quality]
-    held = distribution_markdown(report)
-    if held:
-        parts += ["## Distribution on held text", held]
-    parts += ["## Speed", _speed_markdown(report)]
-    served = serving_markdown(report)
-    if served:
-        parts += ["## Serving", served]
-    capacity = capacity_markdown(report)
-    if capacity:
-        parts += ["## Capacity", capacity]
-    cost = _cost_markdown(report)
-    if cost:
-        parts += ["## Cost", cost]
+    for heading, text in figure_sections(report).items():
+        parts += [f"## {heading}", text]
     parts += ["## Provenance", _provenance(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _notes(variant: VariantReport) -> list[str]:
+def figure_sections(report: Report) -> dict[str, str]:
+    """Every measured figure as Markdown tables, by heading; what wasn't measured is left out, but for speed."""
+    sections = {
+        "Planned and measured": _planned_markdown(report),
+        "Quality": quality_markdown(report),
+        "Distribution on held text": distribution_markdown(report),
+        "Speed": _speed_markdown(report),
+        "Serving": serving_markdown(report),
+        "Capacity": capacity_markdown(report),
+        "Cost": _cost_markdown(report),
+    }
+    return {heading: text for heading, text in sections.items() if text}
+
+
+def variant_notes(variant: VariantReport) -> list[str]:
+    """What must be known of a variant's figures: how they were made, what is void or noisy, what failed."""
     notes = list(variant.validity)
     if variant.checkpoint:
         notes += variant.checkpoint.notes

@@ -16,6 +16,7 @@ from pydantic import Field
 from pipeline.capacity_results import CapacityResult
 from pipeline.distribution_results import DistributionResult
 from pipeline.measured import Distribution, StageFailure
+from pipeline.pick_results import Pick
 from pipeline.serving_results import ServingCost, ServingResult
 from pipeline.speed_results import DeviceSpeed, MemoryResult, SpeedResult
 from pipeline.values import Value
@@ -136,7 +137,9 @@ class TaskResult(Value):
     `computed_tokens` what went through; None where nothing was scored so. `scoring` is the way they were computed.
     Evaluated sequentially, `documents` of `available_documents` were answered, and each bound of the paired
     drop holds with `look_confidence`; both are None where a task's documents were fixed beforehand.
-    `void` says why no verdict can rest on the task. `chance_score` is what guessing gets where there are choices.
+    `void` says why no verdict can rest on the task. `chance_score` is what guessing gets where there are choices, or
+    always the same answer where they are the same in every document. `unanswerable_documents` have no right answer
+    among their choices; `repeated_documents` were asked what an earlier one was asked, and are judged once.
     `unextracted` counts, for each filter that extracts an answer, the documents in which it found none;
     `truncated_outputs` are generated answers that the length limit ended, `output_tokens` the lengths of all of them.
     """
@@ -163,6 +166,8 @@ class TaskResult(Value):
     chance_score: float | None = None
     empty_prompts: int = 0
     double_bos_prompts: int = 0
+    unanswerable_documents: int = 0
+    repeated_documents: int = 0
     output_tokens: Distribution | None = None
     truncated_outputs: int | None = None
     unextracted: dict[str, int] = Field(default_factory=dict)
@@ -213,7 +218,8 @@ class QualityResult(Value):
     """All tasks of one variant, on one engine, with everything both arms must share.
 
     `agreement` compares that engine with the one that is timed, where it is another one; `distribution` is that of
-    the same loaded model on held text, where the recipe names one.
+    the same loaded model on held text, where the recipe names one. `max_length_tokens`, the longest sequence that was
+    computed, is None in old reports.
     """
 
     engine: str
@@ -227,6 +233,7 @@ class QualityResult(Value):
     chat_template_applied: bool = False
     tokenizer_hash: str
     adds_bos_token: bool
+    max_length_tokens: int | None = None
     harness_version: str
     tasks: dict[str, TaskResult]
     groups: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -348,8 +355,23 @@ class VariantReport(VariantResults):
     findings: tuple[Finding, ...]
 
 
+class BaselineRun(Value):
+    """The earlier run whose variants were the baseline of their namesakes; `name` is its folder's."""
+
+    name: str
+    started_at: str
+    recipe_digest: str
+    commit: str | None = None
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        commit = f", commit {self.commit[:12]}" if self.commit else ""
+        return f"judged beside the run {self.name} of {self.started_at}{commit}: each variant against its namesake"
+
+
 class Report(Value):
-    """`report.json`."""
+    """`report.json`. `pick` is None in reports from before there was one."""
 
     format_version: Literal[1] = 1
     recipe: str
@@ -364,6 +386,8 @@ class Report(Value):
     because: tuple[str, ...]
     variants: tuple[VariantReport, ...]
     interrupted: bool = False
+    pick: Pick | None = None
+    baseline_run: BaselineRun | None = None
 
     @property
     def model_id(self) -> str | None:

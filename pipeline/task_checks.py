@@ -6,7 +6,6 @@ for problem in check(request, offline=True, tokenizer_folder=folder):
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterator
@@ -14,7 +13,10 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError
 from pipeline.results import Problem
-from pipeline.tasks import QualityRequest, TaskFile, TaskFileError, data_files, leaves
+from pipeline.task_documents import document_faults
+from pipeline.task_faults import file_faults
+from pipeline.task_yaml import LENGTH_NAMES, TaskFileError
+from pipeline.tasks import QualityRequest, TaskFile, data_files, files_of, leaves
 from pipeline.tensorfile import read_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
@@ -37,7 +39,12 @@ def check(
             found.append(error.problem)
     for file in files.values():
         found.extend(task_problems(file, request))
-        found.extend(_data_problems(file, request, offline))
+        wrong = list(file_faults(file))
+        try:
+            missing = list(_data_problems(file, request, offline))
+            found.extend((*wrong, *missing) or document_faults(file))
+        except TaskFileError as error:
+            found.extend((*wrong, error.problem))
     return tuple(found)
 
 
@@ -56,7 +63,9 @@ def task_problems(file: TaskFile, request: QualityRequest) -> Iterator[Problem]:
         )
     longest = request.max_length_tokens
     if longest is not None and config.get("output_type") == "generate_until":
-        new_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", _DEFAULT_NEW_TOKENS)
+        settings = config.get("generation_kwargs") or {}
+        named = (settings[name] for name in LENGTH_NAMES if settings.get(name) is not None)
+        new_tokens = next(named, _DEFAULT_NEW_TOKENS)
         if new_tokens >= longest:
             yield Problem(
                 what=f"task {file.name} generates {new_tokens} tokens, the longest sequence is {longest}: "
@@ -95,9 +104,11 @@ def _data_problems(file: TaskFile, request: QualityRequest, offline: bool) -> It
         return
     for name in listed:
         if "://" in name:
-            if offline:
-                yield Problem(what=f"task {file.name}: {name} can't be read offline", fix="use a local file")
-        elif not glob.glob(name):  # noqa: PTH207  (the pattern may be absolute)
+            yield Problem(
+                what=f"task {file.name}: {name} is on a network, so that its change would go unseen",
+                fix="use a local file",
+            )
+        elif not files_of(name):
             under = Path(name).is_relative_to(request.data_folder)
             yield Problem(
                 what=f"task {file.name}: data file {name} isn't there",

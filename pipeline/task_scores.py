@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.results import MetricScore, Sample
+from pipeline.score_checks import SHARES_OF_RIGHT_ANSWERS
 from pipeline.statistics import ratio_standard_error
 from pipeline.values import digest
 
@@ -28,8 +29,12 @@ UNITS = {
     "token_perplexity": "tokens",
 }
 _ANSWER_HASH_LETTERS = 16
-# Errors by nature: a task file that calls one of these better when higher would turn the gate around.
+# By nature: a task file that calls one of these the other way round would turn the gate around.
 _LOWER_IS_BETTER = {*UNITS, "perplexity", "brier_score", "ter", "wer", "cer"}
+_HIGHER_IS_BETTER = {
+    *SHARES_OF_RIGHT_ANSWERS,
+    *("acc_mutual_info", "acc_all", "f1", "mcc", "bleu", "chrf", "chrf++"),
+}
 
 
 def direction(task: str, metric: str, higher: object) -> bool:
@@ -41,11 +46,17 @@ def direction(task: str, metric: str, higher: object) -> bool:
         )
     if higher and metric in _LOWER_IS_BETTER:
         raise StageError(f"task {task}: {metric} is an error, but its file says higher_is_better: true")
+    if not higher and metric in _HIGHER_IS_BETTER:
+        raise StageError(
+            f"task {task}: {metric} counts what is right, but its file says higher_is_better: false"
+        )
     return higher
 
 
 def perplexity(log_likelihood_nats: float, units: float) -> float:
-    """exp(−Σ log-likelihood ÷ Σ units): of the mean, not the mean of exps; inf beyond a float's range."""
+    """exp(−Σ log-likelihood ÷ Σ units): of the mean, not the mean of exps; inf beyond a float's range, NaN of none."""
+    if not units:
+        return math.nan
     try:
         return math.exp(-log_likelihood_nats / units)
     except OverflowError:
@@ -159,7 +170,8 @@ def _rolling(example: Mapping[str, Any], tokens: int) -> dict[str, float]:
     words = example.get("word_perplexity", (0.0, len(re.split(r"\s+", text))))[1]
     per_byte = example.get("byte_perplexity", example.get("bits_per_byte"))
     return {
-        "log_likelihood_nats": float(_floats(example["resps"])[0]),
+        # An empty text has no windows, whose sum lm-eval makes the integer 0.
+        "log_likelihood_nats": math.fsum(_floats(example["resps"])[:1]),
         "words": float(words),
         "utf8_bytes": float(per_byte[1] if per_byte else len(text.encode())),
         "tokens": float(tokens),

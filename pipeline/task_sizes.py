@@ -34,6 +34,7 @@ def quality_request(loaded: LoadedRecipe, recipe: ExpandedRecipe) -> QualityRequ
         apply_chat_template=spec.apply_chat_template,
         max_length_tokens=spec.max_length_tokens,
         confirm_unsafe_code=spec.confirm_unsafe_code,
+        scoring=spec.scoring,
     )
 
 

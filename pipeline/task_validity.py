@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeline.measured import Distribution
+from pipeline.task_answers import repeated, same_answer_share, without_right_answer
 from pipeline.values import Value
 
 CHANCE_SIGNIFICANCE = 0.05
@@ -37,6 +38,8 @@ class Validity(Value):
     chance_score: float | None
     empty_prompts: int
     double_bos_prompts: int
+    unanswerable_documents: int
+    repeated_documents: int
     output_tokens: Distribution | None
     truncated_outputs: int | None
     unextracted: dict[str, int]
@@ -51,11 +54,12 @@ def examine(
     encode: Encode,
     bos: tuple[int, str] | None,
     lengths: Sequence[AnswerLength],
+    truncated: int,
 ) -> Validity:
     """From lm-eval's task and its logged samples (one a filter and document).
 
     `encode` is the harness's own way from text to ids, `bos` the tokenizer's token as id and text, `lengths` those of
-    generated answers.
+    generated answers, `truncated` the requests whose prompt was cut.
     """
     once = list({example["doc_id"]: example for example in logged}.values())
     prompts = [str(arguments[0]) for example in once for arguments in example["arguments"]]
@@ -64,11 +68,19 @@ def examine(
     rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     double = 0 if bos is None or rolling else double_bos_prompts(prompts, encode=encode, bos=bos)
     lost = unextracted(logged, fallbacks(task))
+    unanswerable = without_right_answer(task, once)
+    void = (
+        _void_prompts(prompts, empty=empty, double=double)
+        or _void_truncation(truncated, prompts=len(prompts) // _askings(once))
+        or _void_answers(lost=lost, unanswerable=unanswerable, documents=len(once))
+    )
     return Validity(
-        void=_void(empty=empty, double=double, prompts=len(prompts), lost=lost, documents=len(once)),
+        void=void,
         chance_score=_chance_score(task, once),
         empty_prompts=empty,
         double_bos_prompts=double,
+        unanswerable_documents=unanswerable,
+        repeated_documents=repeated(once),
         output_tokens=Distribution.of([float(length.tokens) for length in lengths]) if lengths else None,
         truncated_outputs=sum(length.cut for length in lengths) if lengths else None,
         unextracted=lost,
@@ -76,13 +88,31 @@ def examine(
     )
 
 
-def _void(*, empty: int, double: int, prompts: int, lost: Mapping[str, int], documents: int) -> str | None:
+def _void_prompts(prompts: Sequence[str], *, empty: int, double: int) -> str | None:
     if empty:
-        return f"{empty} of {prompts} prompts are empty, so nothing was asked"
+        return f"{empty} of {len(prompts)} prompts are empty, so nothing was asked"
     if double:
         return (
-            f"{double} of {prompts} prompts begin with two beginning-of-sequence tokens; drop the one in the chat "
+            f"{double} of {len(prompts)} prompts begin with two beginning-of-sequence tokens; drop the one in the chat "
             "template or the one that the tokenizer adds"
+        )
+    return None
+
+
+def _void_truncation(truncated: int, *, prompts: int) -> str | None:
+    if truncated and truncated >= prompts:
+        return (
+            f"every one of {prompts} prompts was cut at the longest sequence, so no question was asked whole; raise "
+            "quality.max_length_tokens or take fewer examples"
+        )
+    return None
+
+
+def _void_answers(*, lost: Mapping[str, int], unanswerable: int, documents: int) -> str | None:
+    if unanswerable:
+        return (
+            f"{unanswerable} of {documents} documents have no right answer that could be given (doc_to_target gives "
+            "none of the choices, or nothing), so that every model gets them wrong and any drop looks smaller"
         )
     if lost and all(count == documents for count in lost.values()):
         return (
@@ -191,13 +221,18 @@ def _flat(answers: Any) -> list[Any]:
 
 
 def _chance_score(task: Any, once: Logged) -> float | None:
-    """What guessing gets: 1 ÷ the number of choices, averaged over the documents."""
+    """What knowing nothing gets: 1 ÷ the number of choices, averaged over the documents, or always the same answer."""
     if task.OUTPUT_TYPE != "multiple_choice" or not once:
         return None
-    # This metric asks for every choice a second time, without its question.
-    twice = 2 if "acc_mutual_info" in once[0]["metrics"] else 1
-    choices = [len(example["arguments"]) // twice for example in once]
-    return sum(1 / count for count in choices) / len(choices) if all(choices) else None
+    choices = [len(example["arguments"]) // _askings(once) for example in once]
+    if not all(choices):
+        return None
+    return max(sum(1 / count for count in choices) / len(choices), same_answer_share(task, once) or 0.0)
+
+
+def _askings(once: Logged) -> int:
+    """How often each choice is asked for: `acc_mutual_info` asks a second time, without the question."""
+    return 2 if once and "acc_mutual_info" in once[0]["metrics"] else 1
 
 
 def chance_p(right: int, *, documents: int, chance: float) -> float:

@@ -12,6 +12,7 @@ recipe may hold two placeholders: `${LM_EVAL_TASKS}` (the harness's own task fol
 from __future__ import annotations
 
 import difflib
+import glob
 import hashlib
 import json
 import os
@@ -24,14 +25,12 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, field_validator
 
-from pipeline.errors import PrerequisiteError
-from pipeline.results import Problem
 from pipeline.store import file_sha256
+from pipeline.task_yaml import TaskFileError, load_yaml, read_text, refuse_wrong_shapes
 from pipeline.values import Value, digest
 
 _PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -47,6 +46,7 @@ INLINE_SEPARATOR = "::"
 _FILE_BUILDERS = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}
 
 Positive = Annotated[int, Field(ge=1)]
+Scoring = Literal["shared_prefixes", "lm_eval"]
 
 
 class QualityRequest(Value):
@@ -54,7 +54,8 @@ class QualityRequest(Value):
 
     `data_folder` is what `${EVAL_DATA}` becomes; `limit` is the first N documents of each task,
     `limits` the same for tasks by name, or for every task that a group's file defines by the group's name;
-    `max_length_tokens` is the longest sequence (prompt and answer), by default the model's own limit.
+    `max_length_tokens` is the longest sequence (prompt and answer), by default the model's own limit;
+    `scoring` is how log-likelihoods are computed: beginnings that requests share once, or as lm-eval does.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -68,6 +69,7 @@ class QualityRequest(Value):
     apply_chat_template: bool
     max_length_tokens: Positive | None
     confirm_unsafe_code: bool
+    scoring: Scoring = "shared_prefixes"
 
     @field_validator("tasks")
     @classmethod
@@ -80,14 +82,6 @@ class QualityRequest(Value):
         """How many documents of a task are judged, None for all."""
         group = task.partition(INLINE_SEPARATOR)[0]
         return self.limits.get(task, self.limits.get(group, self.limit))
-
-
-class TaskFileError(PrerequisiteError):
-    """A task file is missing, ambiguous or can't be read."""
-
-    def __init__(self, what: str, fix: str) -> None:
-        super().__init__(f"{what}; {fix}")
-        self.problem = Problem(what=what, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class TaskFile:
     def members(self) -> tuple[str, ...]:
         """Names a group lists; empty for a plain task."""
         names = [
-            item if isinstance(item, str) else item.get("task") or item.get("group")
+            item.get("task") or item.get("group") if isinstance(item, Mapping) else item
             for item in self._listed()
         ]
         return tuple(name for name in names if isinstance(name, str))
@@ -119,6 +113,7 @@ class TaskFile:
         for item in self._listed():
             config = {**self._shared(), **item} if isinstance(item, Mapping) else {}
             if config.get("task") == name and "dataset_path" in config:
+                refuse_wrong_shapes(config, self.path)
                 return replace(self, name=f"{self.name}{INLINE_SEPARATOR}{name}", config=config)
         return None
 
@@ -189,7 +184,7 @@ def inputs_digest(request: QualityRequest) -> str:
     """Digest of all that a score depends on beside the model and the request.
 
     Task files with their includes and functions, the bytes of local data (a hub data set's name and
-    revision), and lm-eval's version. Where the files lie doesn't matter.
+    revision), and lm-eval's version. Where the files lie doesn't matter. Raises TaskFileError for data on a network.
     """
     return digest(
         {
@@ -223,15 +218,40 @@ def rendered(request: QualityRequest) -> Iterator[tuple[Path, bool]]:
 
 
 def data_files(file: TaskFile) -> tuple[str, ...] | None:
-    """Files a task reads, in the order of its splits; None when its data set comes from the hub."""
-    kwargs = file.config.get("dataset_kwargs") or {}
-    if file.config.get("dataset_path") not in _FILE_BUILDERS:
-        return None
-    listed = kwargs.get("data_files") or ()
+    """Files, folders or patterns a task reads, in the order of its splits; None for a data set of the hub."""
+    kwargs, source = file.config.get("dataset_kwargs") or {}, file.config.get("dataset_path")
+    if source not in _FILE_BUILDERS:
+        return (source,) if isinstance(source, str) and Path(source).exists() else None
+    folder = str(kwargs.get("data_dir") or "")
+    if not kwargs.get("data_files"):
+        return (folder,) if folder else ()
+    listed = kwargs["data_files"]
     splits = listed.values() if isinstance(listed, Mapping) else [listed]
-    return tuple(
+    names = (
         str(name) for split in splits for name in (split if isinstance(split, list | tuple) else [split])
     )
+    return tuple(name if "://" in name else os.path.join(folder, name) for name in names)  # noqa: PTH118
+
+
+def files_of(pattern: str) -> list[Path]:
+    """Every file that a name, a folder or a pattern of a task stands for, in a fixed order.
+
+    Hidden files aren't data. Raises TaskFileError for a folder behind a link, which isn't looked into.
+    """
+    found: list[Path] = []
+    for path in sorted(map(Path, glob.glob(pattern, recursive=True))):  # noqa: PTH207  (it may be absolute)
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        shown = [one for one in inside if not _hidden(one.relative_to(path))]
+        for linked in (one for one in shown if one.is_symlink() and one.is_dir()):
+            raise TaskFileError(
+                f"{linked} is a link to a folder, its data can't be hashed", "put the folder there"
+            )
+        found += [one for one in shown if one.is_file()]
+    return list(dict.fromkeys(found))
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in path.parts)
 
 
 def sha256_of(path: Path) -> str:
@@ -280,7 +300,7 @@ def _own_names(request: QualityRequest) -> dict[str, list[Path]]:
     names: dict[str, list[Path]] = {}
     for folder in request.task_folders:
         for path in _yaml_files(Path(folder)):
-            for name in {found[2] for found in _NAME_LINE.finditer(path.read_text("utf-8"))}:
+            for name in {found[2] for found in _NAME_LINE.finditer(_plain_text(path))}:
                 names.setdefault(name, []).append(path)
     return names
 
@@ -302,9 +322,12 @@ def _official_names(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[str,
     return names, {tag: tuple(sorted(set(tasks))) for tag, tasks in tags.items()}
 
 
-@cache
-def _text(path: Path) -> str:
+def _plain_text(path: Path) -> str:
+    """To look for names in: a file that isn't UTF-8 matters only to the recipe that asks for its task."""
     return path.read_text("utf-8", errors="replace") if path.is_file() else ""
+
+
+_text = cache(_plain_text)  # bases of lm-eval's own tasks are looked into for each task that includes them
 
 
 def _tags(path: Path) -> list[str]:
@@ -330,6 +353,8 @@ def _official(name: str, request: QualityRequest, own: Mapping[str, list[Path]])
 def _read_task(name: str, path: Path, request: QualityRequest, *, official: bool) -> TaskFile:
     reading = _Reading(_placeholders(request), tuple(Path(folder) for folder in request.task_folders))
     config = _read(path, reading)
+    if not official:
+        refuse_wrong_shapes(config, path)
     return TaskFile(name=name, path=path, official=official, config=config, read=tuple(reading.files))
 
 
@@ -338,39 +363,15 @@ def _read(path: Path, reading: _Reading) -> dict[str, Any]:
     if path in reading.files:
         raise TaskFileError(f"{path} includes itself", "break the circle")
     reading.files.append(path)
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise TaskFileError(f"{path}: {error.strerror or error}", "correct the include") from error
+    text = read_text(path)
     if any(path.is_relative_to(folder) for folder in reading.own_folders):
         text = render(text, reading.placeholders, path=str(path))
-    config = _parse(text, path, reading)
-    includes = config.pop("include", [])
+    own = load_yaml(text, path)
+    reading.files.extend(module for module in own.modules if module not in reading.files)
     merged: dict[str, Any] = {}
-    for include in includes if isinstance(includes, list) else [includes]:
+    for include in own.includes:
         merged |= _read(path.parent / include, reading)
-    return merged | config
-
-
-def _parse(text: str, path: Path, reading: _Reading) -> dict[str, Any]:
-    class Loader(yaml.SafeLoader):
-        """SafeLoader that keeps `!function module.name` as text and remembers the module's file."""
-
-    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
-        reference = str(loader.construct_scalar(node))
-        module = path.parent / f"{reference.rpartition('.')[0].replace('.', '/')}.py"
-        if module.is_file() and module not in reading.files:
-            reading.files.append(module)
-        return reference
-
-    Loader.add_constructor("!function", function)
-    try:
-        config = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise TaskFileError(f"{path} isn't valid YAML: {error}", "correct it") from error
-    if not isinstance(config, dict):
-        raise TaskFileError(f"{path} holds no mapping", "see evals/README.md")
-    return config
+    return merged | own.config
 
 
 def _place(path: Path, out: Path, request: QualityRequest, placeholders: Mapping[str, str]) -> None:
@@ -393,11 +394,26 @@ def _place(path: Path, out: Path, request: QualityRequest, placeholders: Mapping
 
 
 def _data_facts(file: TaskFile) -> Any:
+    """What a task's data are: digests of local files by split, a hub data set's name and revision.
+
+    Raises TaskFileError for data that can't be hashed: their change would go unseen.
+    """
     listed = data_files(file)
     if listed is not None:
-        return [sha256_of(Path(name)) if Path(name).is_file() else name for name in listed]
+        return [[sha256_of(path) for path in _hashable(file, name)] for name in listed]
     kwargs = file.config.get("dataset_kwargs") or {}
     return [file.config.get("dataset_path"), file.config.get("dataset_name"), kwargs.get("revision")]
+
+
+def _hashable(file: TaskFile, name: str) -> list[Path]:
+    if "://" in name:
+        raise TaskFileError(
+            f"task {file.name}: {name} is on a network, so that its change would go unseen",
+            "use a local file",
+        )
+    if not (found := files_of(name)):
+        raise TaskFileError(f"task {file.name}: data file {name} isn't there", f"correct it in {file.path}")
+    return found
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a report becomes in an experiment tracker: metrics, parameters and tags with legal names. Pure.
+"""What a variant's figures become in an experiment tracker: metrics with legal names. Pure.
 
 A metric's name is the field's name in `report.json`, so that one word leads from the recipe to the dashboard.
 Figures by batch size are series whose step is the batch size. What wasn't measured has no metric; what isn't
@@ -13,16 +13,17 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
-from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
+from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task, metric_pairs
 from pipeline.distribution_results import DistributionResult
 from pipeline.measured import Distribution
 from pipeline.null_run import null_noise
-from pipeline.results import Report, Sample, TaskResult, VariantReport, VariantResults
+from pipeline.paired_drop import paired_drop
+from pipeline.power_tables import group_scores
+from pipeline.results import Sample, TaskResult, VariantResults
 from pipeline.serving_results import ServingRow
 from pipeline.speed_results import SpeedResult, SpeedRow
 
@@ -31,6 +32,8 @@ LONGEST_PARAM = 6000
 LONGEST_TAG = 8000
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
+Z95 = 1.959963984540054
+"""Quantile of the normal distribution that 95 % lie within, on both sides."""
 CUT = "… (cut; all of it is in report.md)"
 
 Item = TypeVar("Item")
@@ -118,96 +121,6 @@ def variant_metrics(variant: VariantResults, *, baseline: VariantResults | None)
         metrics += [*_speedups(variant, baseline), *_memory_fraction(variant, baseline)]
         metrics += _quality_differences(variant, baseline)
     return tuple(_unique(metrics))
-
-
-def run_params(report: Report) -> dict[str, str]:
-    """Parameters of the whole run."""
-    params = {
-        "recipe_digest": report.recipe_digest,
-        "recipe": report.recipe,
-        "model": _model(report),
-        "seed": _recipe_seed(report),
-        "baseline": report.baseline,
-        **{f"versions.{name}": version for name, version in _versions(report).items()},
-    }
-    return _texts(params)
-
-
-def variant_params(variant: VariantResults, *, report: Report) -> dict[str, str]:
-    """Parameters of one variant: the recipe's, its precision and every quantizer field."""
-    versions = dict(_versions(report))
-    if variant.checkpoint is not None:
-        versions |= variant.checkpoint.versions
-    params: dict[str, Any] = {
-        "recipe_digest": report.recipe_digest,
-        "model": _model(report),
-        "seed": variant.quality.seed if variant.quality is not None else _recipe_seed(report),
-        "precision": variant.precision,
-        "engine": variant.speed.engine if variant.speed is not None else None,
-        "device": variant.speed.device if variant.speed is not None else None,
-        "compute_dtype": variant.speed.compute_dtype if variant.speed is not None else None,
-        **{f"quantizer.{name}": value for name, value in variant.quantizer.items()},
-        **{f"versions.{name}": version for name, version in versions.items()},
-    }
-    return _texts(params)
-
-
-def run_tags(report: Report) -> dict[str, str]:
-    """Tags of the whole run."""
-    tags = {
-        "verdict": report.verdict,
-        "baseline": report.baseline,
-        "interrupted": str(report.interrupted).lower(),
-    }
-    git = report.provenance.get("git")
-    if isinstance(git, Mapping) and git.get("commit"):
-        tags |= {"mlflow.source.git.commit": git["commit"], "git_dirty": str(bool(git.get("dirty"))).lower()}
-    tags |= {f"verdict.{variant.name}": variant.verdict for variant in report.variants}
-    return _texts(tags)
-
-
-def variant_tags(variant: VariantReport, *, baseline_name: str) -> dict[str, str]:
-    """Tags of one variant: verdict, role and the outcome of every rule, with the reasons as a note."""
-    tags = {
-        "verdict": variant.verdict,
-        "role": "baseline" if variant.name == baseline_name else "candidate",
-        "required": str(variant.required).lower(),
-        "precision": variant.precision,
-    }
-    for finding in variant.findings:
-        name = f"finding.{finding.rule}" + (f".{finding.subject}" if finding.subject else "")
-        tags[name] = finding.outcome
-    lines = [f"- {finding.rule}: **{finding.outcome}**: {finding.because}" for finding in variant.findings]
-    lines += [f"- {failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures]
-    lines += [f"- {note}" for note in variant.validity]
-    if lines:
-        tags["mlflow.note.content"] = "\n".join(lines)
-    return _texts(tags)
-
-
-def start_ms(report: Report) -> int:
-    """Start of the run, milliseconds since 1970; a time without zone is UTC."""
-    started = datetime.fromisoformat(report.started_at)
-    return int((started if started.tzinfo else started.replace(tzinfo=UTC)).timestamp() * 1000)
-
-
-def end_ms(report: Report) -> int:
-    """End of the run; also the time of every metric, so that a repeated log adds no second point."""
-    return start_ms(report) + int(report.seconds * 1000)
-
-
-def run_status(report: Report) -> Literal["FINISHED", "FAILED", "KILLED"]:
-    """FINISHED for a verdict that was reached, whichever; FAILED for an error; KILLED when interrupted."""
-    if report.interrupted:
-        return "KILLED"
-    return "FAILED" if report.verdict == "error" else "FINISHED"
-
-
-def variant_status(variant: VariantReport) -> Literal["FINISHED", "FAILED", "KILLED"]:
-    """FAILED when a stage failed, KILLED when one was interrupted."""
-    if any(failure.reason == "interrupted" for failure in variant.failures):
-        return "KILLED"
-    return "FAILED" if variant.failures else "FINISHED"
 
 
 # --- measured figures -----------------------------------------------------------------------------------
@@ -315,19 +228,61 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
     if variant.quality is None:
         return
     for task, result in variant.quality.tasks.items():
-        yield TrackedMetric(f"quality.{task}.documents", result.documents)
-        if result.available_documents is not None:
-            yield from _fields(f"quality.{task}", result, ("available_documents", "look_confidence"))
-        for metric, score in result.metrics.items():
-            if score.score is not None:
-                yield TrackedMetric(f"quality.{task}.{metric}", score.score)
-            if score.stderr is not None:
-                yield TrackedMetric(f"quality.{task}.{metric}_stderr", score.stderr)
+        yield from _task(task, result)
+    for group, (metric, pooled) in group_scores(variant.quality).items():
+        yield TrackedMetric(f"quality.{group}.documents", pooled.documents)
+        yield TrackedMetric(f"quality.{group}.{metric}", pooled.weighted)
+        yield TrackedMetric(f"quality.{group}.{metric}_plain", pooled.plain)
+        if pooled.weighted_stderr is not None:
+            yield TrackedMetric(f"quality.{group}.{metric}_stderr", pooled.weighted_stderr)
+            yield from _bounds(f"quality.{group}.{metric}", _normal(pooled.weighted, pooled.weighted_stderr))
     if variant.quality.agreement is not None:
         names = ("kl_mean_nats", "kl_p99_nats", "same_top1_share", "same_greedy_tokens")
         yield from _fields("quality.engines", variant.quality.agreement, names)
     if variant.quality.distribution is not None:
         yield from _distribution(variant.quality.distribution)
+
+
+def _task(task: str, result: TaskResult) -> Iterator[TrackedMetric]:
+    """A task's scores, each with its standard error and its 95 % interval where there is one."""
+    yield TrackedMetric(f"quality.{task}.documents", result.documents)
+    if result.available_documents is not None:
+        yield from _fields(f"quality.{task}", result, ("available_documents", "look_confidence"))
+    for metric, score in result.metrics.items():
+        if score.score is None:
+            continue
+        yield TrackedMetric(f"quality.{task}.{metric}", score.score)
+        if score.stderr is not None:
+            yield TrackedMetric(f"quality.{task}.{metric}_stderr", score.stderr)
+        yield from _bounds(f"quality.{task}.{metric}", score_interval(result, metric))
+
+
+def score_interval(result: TaskResult, metric: str) -> tuple[float, float] | None:
+    """The score's two-sided 95 % interval: Wilson's for right and wrong answers, else 1.96 standard errors.
+
+    Wilson (Journal of the American Statistical Association 22, 1927): never empty, not even where all is right.
+    """
+    values = [sample.metrics[metric] for sample in result.samples if metric in sample.metrics]
+    score = result.metrics[metric]
+    if values and len(values) == result.documents and all(value in (0, 1) for value in values):
+        count, share = len(values), sum(values) / len(values)
+        scale = 1 + Z95**2 / count
+        middle = share + Z95**2 / (2 * count)
+        reach = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+        return (middle - reach) / scale, (middle + reach) / scale
+    if score.score is None or score.stderr is None:
+        return None
+    return _normal(score.score, score.stderr)
+
+
+def _normal(score: float, stderr: float) -> tuple[float, float]:
+    return score - Z95 * stderr, score + Z95 * stderr
+
+
+def _bounds(name: str, interval: tuple[float, float] | None) -> Iterator[TrackedMetric]:
+    if interval is not None:
+        yield TrackedMetric(f"{name}_ci_low", interval[0])
+        yield TrackedMetric(f"{name}_ci_high", interval[1])
 
 
 def _distribution(result: DistributionResult) -> Iterator[TrackedMetric]:
@@ -410,7 +365,24 @@ def _quality_differences(variant: VariantResults, baseline: VariantResults) -> I
         for metric, score in second.metrics.items():
             old = _score_on(pairs, metric, first)
             if score.score is not None and old is not None:
-                yield TrackedMetric(f"vs_baseline.quality.{task}.{metric}_difference", score.score - old)
+                name = f"vs_baseline.quality.{task}.{metric}_difference"
+                yield TrackedMetric(name, score.score - old)
+                if metric == second.primary_metric:
+                    yield from _bounds(name, _difference_interval(task, metric, pairs))
+
+
+def _difference_interval(
+    task: str, metric: str, pairs: Sequence[tuple[Sample, Sample]]
+) -> tuple[float, float] | None:
+    """Bounds of the paired difference, each one-sided at 95 % as the gate's; None for metrics that are no scores."""
+    try:
+        values = metric_pairs(task, metric, pairs)
+    except UnmeasuredError:
+        return None
+    if not all(0 <= value <= 1 for pair in values for value in pair):
+        return None
+    drop = paired_drop(metric, values, confidence=0.95)
+    return None if drop.lower is None or drop.upper is None else (-drop.upper, -drop.lower)
 
 
 def _score_on(pairs: Sequence[tuple[Sample, Sample]], metric: str, baseline: TaskResult) -> float | None:
@@ -431,33 +403,3 @@ def _unique(metrics: Iterable[TrackedMetric]) -> Iterator[TrackedMetric]:
         if owner.setdefault(name, metric.name) != metric.name:
             name = legal_name(f"{name}-{hashlib.sha256(metric.name.encode()).hexdigest()[:8]}")
         yield TrackedMetric(name, metric.value, metric.step)
-
-
-# --- parameters -----------------------------------------------------------------------------------------
-
-
-def _model(report: Report) -> str | None:
-    model = report.resolved_recipe.get("model")
-    return model.get("id") if isinstance(model, Mapping) else model
-
-
-def _recipe_seed(report: Report) -> int | None:
-    quality = report.resolved_recipe.get("quality")
-    return quality.get("seed") if isinstance(quality, Mapping) else None
-
-
-def _versions(report: Report) -> Mapping[str, str]:
-    for name in ("versions", "packages"):
-        found = report.provenance.get(name)
-        if isinstance(found, Mapping):
-            return found
-    return {}
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Legal keys and texts of whatever is known."""
-    return {
-        legal_name(name): str(value)
-        for name, value in values.items()
-        if value is not None and str(value) != ""
-    }

@@ -1,7 +1,7 @@
 """Log a finished report to MLflow: one parent run for the recipe's run, one child for each variant.
 
-This is the only module that imports mlflow. It runs after the report is on disk, doesn't raise because a
-server is away, never changes a verdict, and can be repeated: the same report always ends in the same run.
+It runs after the report is on disk, doesn't raise because a server is away, never changes a verdict, and can be
+repeated: the same report always ends in the same run.
 
     result = track(report, run_folder=folder, tracking_uri=None, artifacts_folder=None)
     print(result.run_id if result.tracked else result.because, file=sys.stderr)
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.errors import Interrupted, UsageError
 from pipeline.provenance import host_digest
-from pipeline.results import Report, VariantReport
+from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.tracked_inputs import sample_tables, variant_datasets
+from pipeline.tracked_labels import (
+    end_ms,
+    run_key,
+    run_params,
+    run_status,
+    run_tags,
+    start_ms,
+    variant_params,
+    variant_status,
+    variant_tags,
+)
 from pipeline.tracked_values import (
     LONGEST_PARAM,
     LONGEST_TAG,
@@ -28,29 +39,24 @@ from pipeline.tracked_values import (
     PARAMS_PER_BATCH,
     TrackedMetric,
     batches,
-    end_ms,
     legal_name,
-    run_params,
-    run_status,
-    run_tags,
     shortened,
     split_finite,
-    start_ms,
     variant_metrics,
-    variant_params,
-    variant_status,
-    variant_tags,
 )
 from pipeline.tracking_store import (
     StopRequest,
     TrackingStore,
+    ask_server,
     default_environment,
-    file_lock,
+    expected_errors,
+    open_client,
     owner_is_alive,
     owner_tags,
+    patiently,
     quiet,
     redact,
-    server_message,
+    remedy,
     stop_between_calls,
     tracking_store,
 )
@@ -62,11 +68,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-LOCK_PATIENCE_S = 45.0
-"""How long a locked SQLite file, or another process creating its tables, is waited for."""
-
-TRANSIENT = ("database is locked", "already exists", "duplicate column", "no such table")
-"""What SQLite says while another process writes, or while it creates the tables."""
+EXPERIMENT = "pipeline"
 
 
 class TrackResult(Value):
@@ -90,7 +92,7 @@ class _Session:
 
     def ask(self, call: Callable[[], Answer]) -> Answer:
         """One call of the store, unless a stop was requested; waits for locks."""
-        return _patiently(call, stop=self.stop)
+        return patiently(call, stop=self.stop)
 
 
 def track(
@@ -99,7 +101,7 @@ def track(
     run_folder: Path,
     tracking_uri: str | None,
     artifacts_folder: Path | None,
-    experiment: str = "pipeline",
+    experiment: str = EXPERIMENT,
     note: str = "",
 ) -> TrackResult:
     """Log the report, its files and every variant; a report that is there already isn't logged again.
@@ -113,23 +115,15 @@ def track(
     except UsageError as error:
         return TrackResult(run_id=None, tracked=False, because=str(error))
     with default_environment(), quiet(), stop_between_calls() as stop:
-        expected = _expected_errors()
+        expected = expected_errors()
         try:
             return _track(
                 report, store=store, run_folder=run_folder, experiment=experiment, note=note, stop=stop
             )
         except expected as error:
             said = redact(" ".join(str(error).split()), uri=store.uri)[:600] or type(error).__name__
-            return TrackResult(run_id=None, tracked=False, because=f"MLflow at {store.shown}: {said}")
-
-
-def _expected_errors() -> tuple[type[Exception], ...]:
-    """What a store that is away, locked, full, refused or without its driver raises."""
-    from alembic.util import CommandError
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return (MlflowException, SQLAlchemyError, CommandError, OSError, ModuleNotFoundError)
+            because = f"MLflow at {store.shown}: {said}{remedy(said, store)}"
+            return TrackResult(run_id=None, tracked=False, because=because)
 
 
 def _track(
@@ -141,11 +135,11 @@ def _track(
     note: str,
     stop: StopRequest,
 ) -> TrackResult:
-    _ask_server(store)
-    client = _patiently(lambda: _open_client(store), stop=stop)
+    ask_server(store)
+    client = patiently(lambda: open_client(store), stop=stop)
     location = store.artifact_location
-    experiment_id = _patiently(lambda: _experiment_id(client, experiment, location), stop=stop)
-    session = _Session(client, experiment_id, report, run_key=report.digest(), stop=stop)
+    experiment_id = patiently(lambda: _experiment_id(client, experiment, location), stop=stop)
+    session = _Session(client, experiment_id, report, run_key=run_key(report), stop=stop)
     _close_stale_runs(session)
     known = _find(session, f"tags.`pipeline.run_key` = '{session.run_key}' and tags.`pipeline.part` = 'run'")
     if known is not None:
@@ -193,6 +187,7 @@ def _log_run(session: _Session, known: Run | None, *, run_folder: Path, note: st
         bandwidth = report.device.read_bandwidth_bytes_per_s
         metrics.append(TrackedMetric("device.read_bandwidth_bytes_per_s", bandwidth))
     _log_values(session, run_id, metrics=metrics, params=run_params(report), tags=tags)
+    _log_datasets(session, run_id, report.variants)
     _log_files(session, run_id, run_folder)
     return run_id
 
@@ -218,19 +213,42 @@ def _log_variant(
         params=variant_params(variant, report=session.report),
         tags=tags,
     )
-    _log_samples(session, run_id, variant)
+    _log_datasets(session, run_id, (variant,))
+    _log_samples(session, run_id, variant, baseline=baseline)
     _end(session, run_id, variant_status(variant))
 
 
-def _log_samples(session: _Session, run_id: str, variant: VariantReport) -> None:
-    """`samples/TASK.jsonl`: one line for each document, its hash and its metrics."""
-    if variant.quality is None or not variant.quality.tasks:
+def _log_samples(
+    session: _Session, run_id: str, variant: VariantReport, *, baseline: VariantReport | None
+) -> None:
+    """`samples/TASK.json`: a table of the task's documents, which the run's page shows as one."""
+    tables = sample_tables(variant, baseline=baseline)
+    if not tables:
         return
     with tempfile.TemporaryDirectory(prefix="samples-") as folder:
-        for task, result in variant.quality.tasks.items():
-            lines = (json.dumps(sample.model_dump(mode="json")) + "\n" for sample in result.samples)
-            Path(folder, f"{legal_name(task)}.jsonl").write_text("".join(lines), encoding="utf-8")
+        for task, table in tables.items():
+            Path(folder, f"{legal_name(task)}.json").write_text(json.dumps(table), encoding="utf-8")
         _log_files(session, run_id, Path(folder), under="samples")
+    listed = [{"path": f"samples/{legal_name(task)}.json", "type": "table"} for task in sorted(tables)]
+    session.ask(lambda: session.client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps(listed)))
+
+
+def _log_datasets(session: _Session, run_id: str, variants: Sequence[VariantResults]) -> None:
+    """What the variants were asked, as the run's inputs; the same input twice is one."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    datasets = dict.fromkeys(dataset for variant in variants for dataset in variant_datasets(variant))
+    inputs = [
+        DatasetInput(
+            Dataset(
+                name=one.name, digest=one.digest, source_type="local", source=one.source, profile=one.profile
+            ),
+            [InputTag("mlflow.data.context", "eval")],
+        )
+        for one in datasets
+    ]
+    if inputs:
+        session.ask(lambda: session.client.log_inputs(run_id, datasets=inputs))
 
 
 def _log_files(session: _Session, run_id: str, folder: Path, *, under: str = "") -> None:
@@ -254,7 +272,7 @@ def _end(session: _Session, run_id: str, status: str) -> None:
 def _end_open_runs(session: _Session, status: str) -> None:
     """Leave no run RUNNING; gives up at the first refusal, for the store may be what failed."""
     os.environ.update(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0", MLFLOW_HTTP_REQUEST_TIMEOUT="5")
-    expected = _expected_errors()
+    expected = expected_errors()
     for run_id in reversed(session.open_runs):
         try:
             session.client.set_terminated(run_id, status)
@@ -272,41 +290,6 @@ def _close_stale_runs(session: _Session) -> None:
 
 
 # --- the store ------------------------------------------------------------------------------------------
-
-
-def _ask_server(store: TrackingStore) -> None:
-    """Ask an HTTP server something cheap before anything else.
-
-    MLflow's own client turns repeated 5xx answers into "too many 500 error responses" and drops what the
-    server said (mlflow/mlflow#6169); this request keeps the answer's text.
-    """
-    if not store.is_server:
-        return
-    from mlflow.exceptions import MlflowException
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
-
-    answer = http_request(
-        get_default_host_creds(store.uri),
-        "/api/2.0/mlflow/experiments/get",
-        "GET",
-        max_retries=1,
-        timeout=10,
-        raise_on_status=False,
-        params={"experiment_id": "0"},
-    )
-    if answer.status_code not in (200, 404):
-        raise MlflowException(f"the server answers {answer.status_code}: {server_message(answer.text)}")
-
-
-def _open_client(store: TrackingStore) -> MlflowClient:
-    from mlflow import MlflowClient
-    from mlflow.store.db import utils
-
-    # Ten tries with doubling pauses would take minutes; no environment variable shortens them.
-    utils.MAX_RETRY_COUNT = 3
-    with file_lock(store.lock):
-        return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
 
 
 def _experiment_id(client: MlflowClient, name: str, artifact_location: str | None) -> str:
@@ -382,18 +365,3 @@ def _log_values(
 
 def _send(session: _Session, run_id: str, **batch: Any) -> None:
     session.ask(lambda: session.client.log_batch(run_id, synchronous=True, **batch))
-
-
-def _patiently(call: Callable[[], Answer], *, stop: StopRequest) -> Answer:
-    """Call again while another process holds the SQLite file or creates its tables, for a bounded time."""
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    expected = _expected_errors()
-    while True:
-        stop.obey()
-        try:
-            return call()
-        except expected as error:
-            said = str(error).lower()
-            if time.monotonic() >= deadline or not any(words in said for words in TRANSIENT):
-                raise
-            time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Where runs are tracked, and what surrounds the logging: URI, secrets, signals, locks, owners.
+"""Where runs are tracked, and how it is talked to: URI, secrets, signals, locks, owners, patience.
 
 >>> redact("no route to http://alice:s3cr3t@host:5000/api", uri="http://alice:s3cr3t@host:5000")
 'no route to http://***@host:5000/api'
@@ -14,14 +14,20 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pipeline import provenance
 from pipeline.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+Answer = TypeVar("Answer")
 
 SERVERS = ("http", "https")
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -233,3 +239,83 @@ def owner_is_alive(tags: Mapping[str, str]) -> bool:
     except psutil.AccessDenied:
         return True
     return abs(started - int(tags.get("pipeline.process_started", started))) <= 1
+
+
+# --- talking to it ---------------------------------------------------------------------------------------
+
+
+LOCK_PATIENCE_S = 45.0
+"""How long a locked SQLite file, or another process creating its tables, is waited for."""
+
+TRANSIENT = ("database is locked", "already exists", "duplicate column", "no such table")
+"""What SQLite says while another process writes, or while it creates the tables."""
+
+
+def expected_errors() -> tuple[type[Exception], ...]:
+    """What a store that is away, locked, full, refused or without its driver raises."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return (MlflowException, SQLAlchemyError, CommandError, OSError, ModuleNotFoundError)
+
+
+def remedy(said: str, store: TrackingStore) -> str:
+    """What mends a database that an older MLflow made, or whose making was killed between two migrations."""
+    if "out-of-date database schema" not in said.lower():
+        return ""
+    made = f"; if an older MLflow made it: mlflow db upgrade '{store.shown}'"
+    if store.lock is None:
+        return made
+    return f"{made}; if its making was interrupted, it holds no run: remove {_sqlite_path(store.uri)}"
+
+
+def ask_server(store: TrackingStore) -> None:
+    """Ask an HTTP server something cheap before anything else.
+
+    MLflow's own client turns repeated 5xx answers into "too many 500 error responses" and drops what the
+    server said (mlflow/mlflow#6169); this request keeps the answer's text.
+    """
+    if not store.is_server:
+        return
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    answer = http_request(
+        get_default_host_creds(store.uri),
+        "/api/2.0/mlflow/experiments/get",
+        "GET",
+        max_retries=1,
+        timeout=10,
+        raise_on_status=False,
+        params={"experiment_id": "0"},
+    )
+    if answer.status_code not in (200, 404):
+        raise MlflowException(f"the server answers {answer.status_code}: {server_message(answer.text)}")
+
+
+def open_client(store: TrackingStore) -> MlflowClient:
+    """A client of the store; the tables of a new SQLite file are made by one process at a time."""
+    from mlflow import MlflowClient
+    from mlflow.store.db import utils
+
+    # Ten tries with doubling pauses would take minutes; no environment variable shortens them.
+    utils.MAX_RETRY_COUNT = 3
+    with file_lock(store.lock):
+        return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+
+
+def patiently(call: Callable[[], Answer], *, stop: StopRequest) -> Answer:
+    """Call again while another process holds the SQLite file or creates its tables, for a bounded time."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    expected = expected_errors()
+    while True:
+        stop.obey()
+        try:
+            return call()
+        except expected as error:
+            said = str(error).lower()
+            if time.monotonic() >= deadline or not any(words in said for words in TRANSIENT):
+                raise
+            time.sleep(0.5)

@@ -33,7 +33,7 @@ from pipeline.progress import silent
 from pipeline.quantizers.gguf import Gguf
 from pipeline.store import file_sha256, write_atomically
 from pipeline.text_table import markdown_table
-from pipeline.values import Value
+from pipeline.values import Value, digest
 from scripts.compared_times import say
 
 KEY = "compared with llama.cpp"
@@ -98,7 +98,7 @@ def compare(arguments: argparse.Namespace) -> KlComparison:
     )
     types = (BASELINE, *arguments.types)
     for kind in types:
-        _quantize(arguments.model, folder / kind, kind)
+        make_variant(arguments.model, folder / kind, kind)
     windows = read_windows(request, folder=folder / BASELINE)
     ours = {kind: _ours(folder, kind, windows, request) for kind in types}
     figures: list[ComparedFigure] = []
@@ -119,12 +119,24 @@ def compare(arguments: argparse.Namespace) -> KlComparison:
     )
 
 
-def _quantize(model: Path, out: Path, kind: str) -> None:
-    if (out / GGUF_NAME).is_file():
+def make_variant(model: Path, out: Path, kind: str) -> None:
+    """The model in `out`, written anew unless the same model's files made what is there; never half of it."""
+    made_from, source = out / "made-from.sha256", _digest_of(model)
+    if made_from.is_file() and made_from.read_text("utf-8") == source:
         return
     say(f"writing {out}")
-    out.mkdir(parents=True, exist_ok=True)
-    Gguf.model_validate({"type": kind}).quantize(model, out, device="cpu", progress=silent)
+    partial = out.with_name(f".partial-{out.name}")
+    for left in (partial, out):
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir(parents=True)
+    Gguf.model_validate({"type": kind}).quantize(model, partial, device="cpu", progress=silent)
+    (partial / made_from.name).write_text(source, "utf-8")
+    partial.rename(out)
+
+
+def _digest_of(model: Path) -> str:
+    files = sorted(path for path in model.iterdir() if path.is_file())
+    return digest({path.name: file_sha256(path) for path in files})
 
 
 def _ours(folder: Path, kind: str, windows: Windows, request: DistributionRequest) -> DistributionResult:
@@ -177,7 +189,10 @@ class LlamaPerplexity:
             return file
         floats = file.with_name("floats.gguf")
         if not floats.is_file():
-            _said_by([str(self._given.llama_quantize), "--allow-requantize", str(file), str(floats), "F32"])
+            partial = file.with_name("floats.partial")
+            command = [str(self._given.llama_quantize), "--allow-requantize", str(file), str(partial), "F32"]
+            _said_by(command)
+            partial.rename(floats)
         return floats
 
 

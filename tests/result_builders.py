@@ -80,7 +80,7 @@ def memory(precision: str = "fp16", **fields: Any) -> MemoryResult:
 
 
 def speed_row(batch_size: int = 1, decode: float | None = 20.0, **fields: Any) -> SpeedRow:
-    """A measured row; `decode` is the batch's aggregate rate in tokens a second."""
+    """A measured row; `decode` is the batch's aggregate rate in tokens a second. Its steps read 20 GB/s."""
     step_s = batch_size / decode if decode else 0.05
     defaults: dict[str, Any] = {
         "batch_size": batch_size,
@@ -96,7 +96,7 @@ def speed_row(batch_size: int = 1, decode: float | None = 20.0, **fields: Any) -
         "decode_tokens_per_s": decode,
         "decode_tokens_per_s_per_request": decode / batch_size if decode else None,
         "produced_tokens": 32 * batch_size,
-        "bytes_read_per_step": 1_000_000_000,
+        "bytes_read_per_step": round(2e10 * step_s),
         "bandwidth_share": 0.6,
         "peak_memory_bytes": 1_100_000_000,
     }
@@ -122,7 +122,7 @@ def capacity(sequences: int | None = 10, **fields: Any) -> CapacityResult:
     """A search that memory ended."""
     defaults: dict[str, Any] = {
         "context_tokens": 1024,
-        "budget_bytes": 4_000_000_000,
+        "budget_bytes": 6_000_000_000,
         "budget_source": "recipe",
         "weight_bytes_resident": 1_000_000_000,
         "kv_bytes_per_sequence": 100_000_000,

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from pipeline.answer_journal import AnswerJournal, PathChecked, Planned, request_key
+from tests.small_disks import mounted_disk
 
 PLAN = Planned(task="piqa", kind="shared prefixes", requests=("a", "b", "c"), computed_tokens=40)
+CHECKED = PathChecked(task="piqa", up_to_tokens=60, computed_tokens=25, noise_nats=1e-6)
 
 
 def test_what_was_added_is_found_by_the_next_process(tmp_path: Path) -> None:
     path = tmp_path / "results" / "journal.jsonl"
     first = AnswerJournal(path)
     first.begin(PLAN)
-    first.note_checked(PathChecked(up_to_tokens=60, noise_nats=1e-6))
+    first.note_checked(CHECKED)
     first.add({"a": [-1.25, True], "b": [-0.1234567890123456, False]})
 
     second = AnswerJournal(path)
@@ -22,8 +26,9 @@ def test_what_was_added_is_found_by_the_next_process(tmp_path: Path) -> None:
     assert "c" not in second
     assert len(second) == 2
     assert second.unfinished("piqa", "shared prefixes", ["a", "b", "c", "d"]) == [PLAN]
-    assert second.computed_tokens("piqa") == 40
-    assert second.checked == PathChecked(up_to_tokens=60, noise_nats=1e-6)
+    assert second.computed_tokens("piqa") == 40 + 25
+    assert second.checked("piqa") == [CHECKED]
+    assert second.checked("sciq") == []
 
 
 def test_a_torn_last_line_is_dropped_and_what_follows_is_kept(tmp_path: Path) -> None:
@@ -49,6 +54,16 @@ def test_a_line_that_is_no_journal_s_ends_what_is_believed(tmp_path: Path) -> No
     journal = AnswerJournal(path)
     assert "a" in journal
     assert "b" not in journal
+
+
+def test_a_number_that_was_changed_on_disk_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = AnswerJournal(path)
+    journal.add({"a": [-1.0, True]})
+    journal.add({"b": [-2.0, True]})
+    path.write_text(path.read_text("utf-8").replace("-2.0", "-0.2"), "utf-8")
+    changed = AnswerJournal(path)
+    assert ("a" in changed, "b" in changed) == (True, False)
 
 
 def test_a_plan_is_open_until_all_of_it_is_answered_and_only_for_who_asks_for_all_of_it() -> None:
@@ -81,9 +96,21 @@ def test_keys_tell_ways_and_contents_apart() -> None:
     assert request_key("lm-eval", (1, 2), (3,)) in keys
 
 
-def test_a_removed_journal_leaves_no_file(tmp_path: Path) -> None:
-    journal = AnswerJournal(tmp_path / "journal.jsonl")
-    journal.add({"a": "text"})
-    journal.remove()
-    journal.remove()
-    assert list(tmp_path.iterdir()) == []
+def test_a_full_disk_is_told_once_and_answers_go_on_in_memory(tmp_path: Path) -> None:
+    with mounted_disk(tmp_path / "disk", kibibytes=16) as disk:
+        path, said = disk / "journal.jsonl", list[str]()
+        journal = AnswerJournal(path, tell=said.append)
+        for number in range(200):
+            journal.add({f"{number}": ["some text " * 20, 3, False]})
+        assert all(f"{number}" in journal for number in range(200))
+        assert len(said) == 1
+        assert "in memory only" in said[0]
+        assert "No space left" in said[0]
+        whole = AnswerJournal(path)
+        assert 0 < len(whole) < 200
+
+
+def test_a_folder_that_cannot_be_made_is_no_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        AnswerJournal(tmp_path / "file" / "journal.jsonl").add({"a": [0.0, True]})

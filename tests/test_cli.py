@@ -139,6 +139,26 @@ def test_a_missing_recipe_ends_with_2_and_one_line(pipeline: Any, tmp_path: Path
     assert answer.err == f"pipeline: {tmp_path / 'none.yaml'}: no such file\n"
 
 
+@pytest.mark.parametrize("told", ["", "1"])
+def test_a_fault_of_the_program_ends_with_4_and_never_as_a_no_ship(tmp_path: Path, told: str) -> None:
+    broken = tmp_path / "pydantic"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise RuntimeError('half\\ninstalled')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "check", "recipes/demo.yaml"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PIPELINE_TRACEBACK": told},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (4, "")
+    *before, line = done.stderr.strip().splitlines()
+    assert "RuntimeError at __init__.py:1: half installed" in line
+    assert ("Traceback" in "".join(before)) is bool(told)
+
+
 @pytest.mark.parametrize("command", ["run", "plan", "check"])
 def test_a_bad_recipe_ends_with_2_and_all_its_problems(pipeline: Any, tmp_path: Path, command: str) -> None:
     text = GOOD.replace("0.6", ".nan").replace("int8", "int9") + "evaluaton: {}\n"
@@ -338,6 +358,19 @@ def test_gate_ends_with_5_when_nothing_can_be_decided(pipeline: Any, tmp_path: P
     assert "documents would decide" in answer.out
 
 
+def test_gate_writes_the_page_of_what_it_judged(pipeline: Any, tmp_path: Path) -> None:
+    run_folder, page = (
+        stored(tmp_path / "run", verdict="no-ship", because=("before",)),
+        tmp_path / "page.html",
+    )
+    answer = pipeline("gate", run_folder, "--html", page)
+    assert answer.code == 0
+    assert "int8 ships: it keeps every limit (2 of 2)." in page.read_text(encoding="utf-8")
+    refused = pipeline("gate", run_folder, "--html", tmp_path)
+    assert refused.code == 2
+    assert "is no regular file" in refused.err
+
+
 def test_gate_takes_the_rules_of_another_recipe(pipeline: Any, tmp_path: Path) -> None:
     run_folder = stored(tmp_path / "run")
     before = (run_folder / "report.json").read_bytes()
@@ -353,13 +386,15 @@ def test_gate_never_ships_an_interrupted_run(pipeline: Any, tmp_path: Path) -> N
     assert pipeline("gate", stored(tmp_path / "run", interrupted=True, verdict="error")).code == 4
 
 
-def test_compare_shows_several_runs(pipeline: Any, tmp_path: Path) -> None:
-    folders = [stored(tmp_path / name, recipe_digest=name * 64) for name in ("a", "b")]
+def test_compare_tells_what_is_different_between_runs(pipeline: Any, tmp_path: Path) -> None:
+    folders = [
+        stored(tmp_path / name, recipe_digest=name * 64, provenance={"packages": {"torch": name}})
+        for name in ("a", "b")
+    ]
     answer = pipeline("compare", *folders)
     assert answer.code == 0
-    assert answer.out.count("verdict: ship") == 2
-    assert all(str(folder) in answer.out for folder in folders)
-    digests = [report["recipe_digest"] for report in pipeline("compare", *folders, "--json").json]
+    assert "packages.torch  a  →  b" in answer.out
+    digests = [run["recipe_digest"] for run in pipeline("compare", *folders, "--json").json["runs"]]
     assert digests == ["a" * 64, "b" * 64]
 
 

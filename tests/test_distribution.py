@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from pipeline.distribution import (
     STEPS,
     Block,
     TokenDistances,
+    clustered_share_bounds,
     compare,
     encode,
+    mean_bounds,
     perplexity_figures,
     quantile_bounds,
     ratio,
+    share_above,
     share_bounds,
     summarise,
     target_log_probs,
@@ -173,20 +177,49 @@ def test_a_summary_holds_means_percentiles_and_the_ratio_of_perplexities() -> No
     assert found.baseline_token_perplexity == pytest.approx(math.exp(2.0))
 
 
-def test_a_percentile_s_bounds_hold_it_and_move_by_whole_windows() -> None:
-    generator = np.random.default_rng(5)
-    windows = [
+def windows_of(*kl: Sequence[float]) -> list[DistributionWindow]:
+    return [
         DistributionWindow(
-            tokens=50, nats=1.0, words=1, utf8_bytes=1, kl_nats=tuple(generator.exponential(size=50))
+            tokens=len(values), nats=1.0, words=1, utf8_bytes=1, kl_nats=tuple(float(one) for one in values)
         )
-        for _ in range(12)
+        for values in kl
     ]
-    whole = np.quantile(np.concatenate([window.kl_nats for window in windows]), 0.99)
-    low, high = quantile_bounds(windows, 0.99, confidence=0.95)
-    assert low < whole < high
-    alike = [windows[0]] * 12
-    low, high = quantile_bounds(alike, 0.99, confidence=0.95)
-    assert low == high
+
+
+def test_a_percentile_s_bounds_hold_it_and_agree_with_the_share_of_tokens_above_a_limit() -> None:
+    windows = windows_of(*np.random.default_rng(5).exponential(size=(12, 200)))
+    whole = float(np.quantile(np.concatenate([window.kl_nats for window in windows]), 0.99))
+    for limit in (2.0, 3.0, whole, 4.5, 5.5, 6.5, 9.0):
+        share_low, share_high = share_above(windows, limit, confidence=0.95)
+        low, high = quantile_bounds(windows, 0.99, limit_nats=limit, confidence=0.95)
+        assert high is not None
+        assert low < whole < high
+        assert (high <= limit) == (share_high < 0.01)
+        assert (low >= limit) == (share_low >= 0.01)
+
+
+def test_a_percentile_of_a_short_text_has_no_upper_bound() -> None:
+    windows = windows_of(*np.random.default_rng(5).exponential(size=(2, 100)))
+    _, high = quantile_bounds(windows, 0.99, limit_nats=1e9, confidence=0.95)
+    assert high is None
+    assert share_above(windows, 1e9, confidence=0.95)[1] > 0.01
+
+
+def test_a_share_is_less_certain_where_windows_differ() -> None:
+    alike = clustered_share_bounds([2] * 16, trials=[200] * 16, confidence=0.95)
+    apart = clustered_share_bounds([0] * 12 + [8] * 4, trials=[200] * 16, confidence=0.95)
+    single = share_bounds(32, trials=3200, confidence=0.95)
+    assert apart[0] < alike[0] <= single[0] < 0.01 < single[1] <= alike[1] < apart[1]
+    none = clustered_share_bounds([0] * 8, trials=[200] * 8, confidence=0.95)
+    assert none[0] == 0.0 < share_bounds(0, trials=1600, confidence=0.95)[1] < none[1] < 0.003
+
+
+def test_a_mean_of_few_skewed_windows_reaches_far_up() -> None:
+    low, high = mean_bounds([1.0, 1.2, 0.9, 6.0], weights=[1.0] * 4, confidence=0.95)
+    assert 0 <= low < 2.275 < 2.275 + 2.35 * 1.24 < high
+    assert mean_bounds([0.0] * 4, weights=[1.0] * 4, confidence=0.95) == (0.0, 0.0)
+    low, high = mean_bounds([0.0, 0.0, 1.0, 2.0], weights=[1.0] * 4, confidence=0.95)
+    assert low == 0.0 < 0.75 < high < math.inf
 
 
 def test_a_share_of_all_is_not_certain() -> None:

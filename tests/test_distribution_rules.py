@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -22,8 +24,6 @@ def held(
     kl: Sequence[float], *, same: Sequence[int] | None = None, nats: float = 250.0, **fields: Any
 ) -> DistributionResult:
     """One window for each mean KL of `kl`; its tokens spread evenly from 0 to twice of it."""
-    import numpy as np
-
     same = same or [TOKENS] * len(kl)
     values = np.array([[mean * 2 * place / (TOKENS - 1) for place in range(TOKENS)] for mean in kl])
     top = np.array([[place < count for place in range(TOKENS)] for count in same])
@@ -94,6 +94,59 @@ def test_both_limits_give_a_finding_each() -> None:
     assert (mean.subject, mean.outcome) == ("mean", "pass")
     assert (p99.subject, p99.outcome) == ("p99", "fail")
     assert p99.observed == pytest.approx(0.0223, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("above", "outcome"),
+    # Of 100 tokens in each of 16 windows, how many are at 0.5 nats; the limit is 0.3.
+    [
+        ([0] * 16, "pass"),
+        ([1] * 16, "inconclusive"),
+        ([0] * 14 + [4] * 2, "inconclusive"),
+        ([4] * 16, "fail"),
+    ],
+)
+def test_a_percentile_is_judged_by_the_share_of_tokens_above_the_limit(
+    above: list[int], outcome: str
+) -> None:
+    candidate = outlying(above)
+    (finding,) = MaxKl(p99_nats=0.3).judge(**arms(candidate))
+    assert finding.outcome == outcome
+    assert "% of tokens are above it, 1 % may be" in finding.because
+    assert finding.interval is not None
+    low, high = finding.interval
+    assert finding.observed is not None
+    assert low <= finding.observed <= high
+    assert {"pass": high <= 0.3, "fail": low >= 0.3, "inconclusive": low < 0.3 < high}[outcome]
+
+
+def outlying(above: list[int]) -> DistributionResult:
+    """A window for each count, with so many tokens at 0.5 nats and the others at 0.01."""
+    plain = held([0.01] * len(above), nats=251.0)
+    kl = [(0.5,) * count + (0.01,) * (TOKENS - count) for count in above]
+    windows = tuple(
+        window.model_copy(update={"kl_nats": values, "kl_sum_nats": math.fsum(values)})
+        for window, values in zip(plain.windows, kl, strict=True)
+    )
+    flat = [value for values in kl for value in values]
+    assert plain.distance is not None
+    figures = {"kl_mean_nats": math.fsum(flat) / len(flat), "kl_p99_nats": float(np.quantile(flat, 0.99))}
+    return changed(plain, windows=windows, distance=plain.distance.model_copy(update=figures))
+
+
+def test_a_text_too_short_for_a_percentile_s_bound_says_so() -> None:
+    (finding,) = MaxKl(p99_nats=9.0).judge(**arms(outlying([0, 0])))
+    assert (finding.outcome, finding.interval) == ("inconclusive", None)
+    assert "the text is too short for an upper bound" in finding.because
+
+
+def test_a_mean_over_fewer_than_four_windows_is_never_small_enough() -> None:
+    for count, outcome in ((2, "inconclusive"), (3, "inconclusive"), (4, "pass")):
+        candidate = held([1e-6 * part for part in SPREAD[:count]], nats=251.0)
+        (finding,) = MaxKl(mean_nats=0.02).judge(**arms(candidate))
+        assert finding.outcome == outcome
+    (finding,) = MaxKl(mean_nats=1e-9).judge(**arms(held([0.01, 0.011, 0.012], nats=251.0)))
+    assert finding.outcome == "fail"
 
 
 def test_a_limit_is_needed() -> None:

@@ -186,12 +186,14 @@ def test_saved_documents_and_the_difference_on_the_same_ones_are_reported() -> N
 
 def easy(count: int) -> list[dict[str, Any]]:
     """Questions that any model answers rightly: the wrong answers are far longer, and so less likely."""
-    wrong = [
-        "one long and winding answer that nobody would ever give",
-        "another of the same kind, or even longer",
-    ]
+    long = "or a long and winding answer that nobody would ever give, for it goes on"
     return [
-        {"question": f"After {number}?", "answers": ["it", *wrong], "right": 0} for number in range(count)
+        {
+            "question": f"After {number}?",
+            "answers": ["it", f"{number} {long}", f"{long} {number}"],
+            "right": 0,
+        }
+        for number in range(count)
     ]
 
 
@@ -199,8 +201,7 @@ def easy(count: int) -> list[dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("early")
     write_llama(folder / "model", dtype="float32")
-    first, *rest = easy(80)
-    write_task(folder, "quiz", CHOICES, [first, first, first, *rest[:57]], training=easy(80)[60:])
+    write_task(folder, "quiz", CHOICES, easy(80)[:60], training=easy(80)[60:])
     return folder
 
 
@@ -215,13 +216,18 @@ def full(folder: Path, model: Any) -> QualityResult:
 
 
 def sequentially(
-    folder: Path, model: Any, stopping: Stopping | None, journal: AnswerJournal | None = None
+    folder: Path,
+    model: Any,
+    stopping: Stopping | None,
+    journal: AnswerJournal | None = None,
+    *,
+    compute_dtype: str = "float32",
 ) -> TaskResult:
     return evaluate(
         model,
         tokenizer_folder=folder / "model",
         request=request_for(folder, "quiz", num_fewshot=1),
-        compute_dtype="float32",
+        compute_dtype=compute_dtype,
         device="cpu",
         progress=lambda _: None,
         journal=journal,
@@ -233,6 +239,15 @@ def stopping_of(full: QualityResult, **fields: Any) -> Stopping:
     plan = plan_stopping(full, asked={"quiz": [(POINTS_20.model_copy(update=fields),)]})
     assert plan is not None
     return plan
+
+
+def test_a_task_whose_documents_stand_twice_is_answered_in_full(full: QualityResult) -> None:
+    twice = full.tasks["quiz"].model_copy(update={"repeated_documents": 1})
+    assert (
+        plan_stopping(full.model_copy(update={"tasks": {"quiz": twice}}), asked={"quiz": [(POINTS_20,)]})
+        is None
+    )
+    assert stopping_of(full).tasks.keys() == {"quiz"}
 
 
 def by_document(task: TaskResult) -> Mapping[str, tuple[str | None, Mapping[str, float]]]:
@@ -253,6 +268,26 @@ def test_a_stopped_task_asks_each_document_in_the_words_of_a_full_run(
     last = sequentially(folder, model, stopping_of(full, drop=0.001))
     assert (last.documents, by_document(last)) == (60, every)
     assert last.metrics["acc"] == full.tasks["quiz"].metrics["acc"]
+
+
+def test_a_stopped_task_is_compared_although_fewer_of_its_prompts_were_cut(
+    folder: Path, model: Any, full: QualityResult
+) -> None:
+    cut = full.tasks["quiz"].model_copy(update={"truncated_prompts": 7})
+    before = full.model_copy(update={"tasks": {"quiz": cut}})
+    stopped = sequentially(folder, model, stopping_of(full))
+    after = full.model_copy(update={"tasks": {"quiz": stopped}})
+    assert len(comparable_task("quiz", before, after)[2]) == 30
+    with pytest.raises(UnmeasuredError, match="truncated_prompts 7 vs 0"):
+        comparable_task("quiz", before, full)
+
+
+def test_rounds_in_sixteen_bits_say_that_they_are_noisier_than_a_full_run(
+    folder: Path, model: Any, full: QualityResult
+) -> None:
+    assert not any("in rounds" in note for note in sequentially(folder, model, stopping_of(full)).notes)
+    coarse = sequentially(folder, model, stopping_of(full), compute_dtype="bfloat16")
+    assert any("in bfloat16 that alone changes answers" in note for note in coarse.notes)
 
 
 def test_no_document_is_answered_twice(folder: Path, model: Any, full: QualityResult) -> None:

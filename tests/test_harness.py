@@ -136,8 +136,8 @@ def test_texts_in_windows_are_scored_as_stock_does(tmp_path: Path) -> None:
     assert task.scored_tokens is not None
 
 
-class StoppedError(Exception):
-    pass
+class StoppedError(BaseException):
+    """Like a signal: no failure of the task."""
 
 
 @pytest.mark.parametrize("settings", [CHOICES, ROLLING, GENERATION], ids=["choices", "rolling", "generation"])

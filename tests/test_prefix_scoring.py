@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,23 @@ def scorer(model: Any, journal: AnswerJournal, *, skew_nats: float = 0.0) -> Sco
     return Scorer(model=model, journal=journal, batch_size=3, max_length=512, by_harness=by_harness)
 
 
-def answered(one: Scorer, pairs: list[Pair]) -> list[Answer]:
-    return one.answers(pairs, task="quiz", advance=lambda _: None)
+def answered(one: Scorer, pairs: list[Pair], task: str = "quiz") -> list[Answer]:
+    return one.answers(pairs, task=task, advance=lambda _: None)
+
+
+def partly_off(model: Any, journal: AnswerJournal, *, off: Callable[[Pair], bool]) -> Scorer:
+    """The other way of scoring is off for some requests."""
+    one = scorer(model, journal)
+    right = one.by_harness
+
+    def by_harness(pairs: Any, size: int) -> list[Answer]:
+        return [
+            answer._replace(nats=answer.nats - 0.1 * off(pair))
+            for answer, pair in zip(right(pairs, size), pairs, strict=True)
+        ]
+
+    one.by_harness = by_harness
+    return one
 
 
 def test_the_probe_walks_every_part_of_the_way() -> None:
@@ -185,6 +201,85 @@ def test_two_ways_that_disagree_end_in_the_harness_s_and_say_so(llama: Any) -> N
     agreeing = scorer(llama, AnswerJournal(), skew_nats=1e-7)
     answered(agreeing, pairs)
     assert (agreeing.told["quiz"].way, agreeing.told["quiz"].refused) == ("shared prefixes", None)
+
+
+def test_a_greedy_flag_that_differs_by_more_than_a_tie_ends_in_the_harness_s_way(llama: Any) -> None:
+    one = scorer(llama, AnswerJournal())
+    right = one.by_harness
+    one.by_harness = lambda pairs, size: [
+        answer._replace(greedy=not answer.greedy) for answer in right(pairs, size)
+    ]
+    answered(one, list(documents(8, choices=2)))
+    assert one.told["quiz"].way == "lm-eval"
+    assert "greedy flag differs" in (one.told["quiz"].refused or "")
+
+
+def test_a_recipe_can_put_every_task_on_the_harness_s_way(llama: Any) -> None:
+    pairs: list[Pair] = list(documents(8, choices=2))
+    one = scorer(llama, AnswerJournal())
+    one.shares = False
+    assert answered(one, pairs) == [alone(llama, Query.of(*pair, max_length=512)) for pair in pairs]
+    assert (one.told["quiz"].way, one.told["quiz"].refused) == ("lm-eval", "quality.scoring is lm_eval")
+    assert one.told["quiz"].computed_tokens == one.told["quiz"].scored_tokens
+
+
+MARKED = 297
+
+
+def marked(pair: Pair) -> bool:
+    return MARKED in pair[0]
+
+
+def marked_documents() -> list[Pair]:
+    return [((MARKED, *context), answer) for context, answer in documents(8, context=150, choices=2)]
+
+
+def test_what_is_found_of_one_task_decides_nothing_of_another(llama: Any) -> None:
+    tasks: dict[str, list[Pair]] = {"plain": list(documents(8, choices=2)), "marked": marked_documents()}
+    found = []
+    for order in (("plain", "marked"), ("marked", "plain")):
+        one = partly_off(llama, AnswerJournal(), off=marked)
+        answers = {task: answered(one, tasks[task], task) for task in order}
+        found.append((answers, one.told))
+    assert found[0] == found[1]
+    assert {task: told.way for task, told in found[0][1].items()} == {
+        "plain": "shared prefixes",
+        "marked": "lm-eval",
+    }
+
+
+def test_a_task_that_is_done_stays_so_when_a_later_one_was_refused(llama: Any, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    plain: list[Pair] = list(documents(8, choices=2))
+    first = partly_off(llama, AnswerJournal(path), off=marked)
+    before = answered(first, plain, "plain")
+    answered(first, marked_documents(), "marked")
+
+    again = partly_off(llama, AnswerJournal(path), off=marked)
+    assert answered(again, plain, "plain") == before
+    assert again.told["plain"] == first.told["plain"]
+    assert answered(again, marked_documents(), "marked")
+    assert again.told == first.told
+
+
+def test_a_round_of_short_texts_stays_shared_when_longer_ones_were_refused(
+    llama: Any, tmp_path: Path
+) -> None:
+    def is_long(pair: Pair) -> bool:
+        return len(pair[0]) > 150
+
+    path = tmp_path / "journal.jsonl"
+    short: list[Pair] = list(documents(6, context=10, choices=2))
+    both = [*short, *documents(6, context=200, choices=2)]
+    first = partly_off(llama, AnswerJournal(path), off=is_long)
+    rounds = [answered(first, pairs) for pairs in (short, both)]
+    assert first.told["quiz"].way == "lm-eval"
+
+    again = partly_off(llama, AnswerJournal(path), off=is_long)
+    assert answered(again, short) == rounds[0]
+    assert again.told["quiz"].way == "shared prefixes"
+    assert answered(again, both) == rounds[1]
+    assert again.told == first.told
 
 
 def test_both_ways_not_a_number_agree(tmp_path: Path) -> None:
@@ -231,8 +326,9 @@ def test_a_killed_scoring_goes_on_in_the_same_batches_and_gives_the_same_bits(
             scorer(llama, AnswerJournal(path)).answers(pairs, task="quiz", advance=stop_after(limit))
     before = len(AnswerJournal(path))
     assert 20 <= before < len(pairs)
-    last = scorer(llama, AnswerJournal(path))
-    assert answered(last, pairs) == whole
+    last, told = scorer(llama, AnswerJournal(path)), list[int]()
+    assert last.answers(pairs, task="quiz", advance=told.append) == whole
+    assert sum(told) == len(pairs), "each request is told of once"
     once = scorer(llama, AnswerJournal())
     answered(once, pairs)
     assert last.told == once.told

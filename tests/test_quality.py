@@ -68,6 +68,19 @@ def test_perplexities_of_a_uniform_model_follow_from_words_bytes_and_tokens(tmp_
     )
 
 
+@pytest.mark.parametrize("texts", [["some words", "", "and more"], [""]])
+def test_an_empty_text_makes_its_task_void_and_says_so(
+    tmp_path: Path, model: Any, checkpoint: Path, texts: list[str]
+) -> None:
+    write_task(tmp_path, "text", ROLLING, [{"text": text} for text in texts])
+    task = run(model, checkpoint, request_for(tmp_path, "text")).tasks["text"]
+    assert task.void == f"1 of {len(texts)} prompts are empty, so nothing was asked"
+    assert task.documents == len(texts)
+    empty = task.samples[texts.index("")].metrics
+    assert (empty["log_likelihood_nats"], empty["utf8_bytes"]) == (0.0, 0.0)
+    assert (task.metrics["bits_per_byte"].score is None) == (texts == [""])
+
+
 def test_a_uniform_model_is_as_perplexed_as_its_vocabulary_is_large(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", dtype="float32", vocab_size=32_000, hidden_size=8)
     texts = [{"text": "one"}, {"text": "two and three and four"}, {"text": "a much longer text " * 9}]

@@ -15,7 +15,7 @@ from pipeline.errors import RecipeError
 from pipeline.quantizers.native import Native
 from pipeline.recipe import load_recipe
 from pipeline.run_state import step_names
-from pipeline.stage_keys import quality_key
+from pipeline.stage_keys import package_names, quality_key
 from pipeline.stages import QualityStageRequest, RunnableCheckpoint
 from pipeline.store import Store
 from tests import result_builders as build
@@ -147,6 +147,11 @@ def test_an_evaluation_depends_on_nothing_that_changes_no_answer() -> None:
     assert {*others} == {key_of()}
 
 
+def test_an_evaluation_depends_on_the_way_of_scoring_and_on_what_reads_and_asks() -> None:
+    assert key_of(quality={"scoring": "lm_eval"}) != key_of()
+    assert {"tokenizers", "lm_eval", "datasets", "transformers", "torch"} <= package_names("quality")
+
+
 def test_a_null_run_is_the_evaluation_of_a_recipe_of_its_batch_size() -> None:
     assert key_of(quality={"batch_size": 1}) != key_of(quality={"batch_size": 4})
 
@@ -177,10 +182,11 @@ def test_the_steps_of_a_run_name_the_null_run(place: Workplace) -> None:
         ({"quality": {"null_batch_size": 8, "batch_size": None}}, "null_batch_size: 8 is quality.batch_size"),
         (
             {"gate": [{"kind": "max_perplexity_increase", "percent": 20}]},
-            r"quality.sequential: no rule of the gate can end a task early; add one of max_quality_drop",
+            r"quality.sequential: no rule of the gate can end a task early; add one of .*max_quality_drop",
         ),
         ({"quality": {"null_batch_size": 0}}, "null_batch_size"),
         ({"quality": {"sequential": "yes"}}, "expected true or false"),
+        ({"quality": {"scoring": "lm-eval"}}, r"quality.scoring: .*lm_eval"),
     ],
 )
 def test_contradictions_of_the_quality_section_are_told(

@@ -132,10 +132,10 @@ def test_an_undecided_drop_says_how_many_documents_are_missing() -> None:
 def _stopped(rule: Rule, *, confidence: float, answered: int = 100) -> Finding:
     before = build.task(values=[1.0] * 560 + [0.0] * 240)
     chosen = [
-        sample.model_copy(update={"prompt_hash": "p"})
+        sample.model_copy(update={"prompt_hash": f"prompt of {sample.doc_hash}"})
         for sample in (*before.samples[: answered * 7 // 10], *before.samples[560:])
     ][:answered]
-    after = build.task(values=[1.0] * answered).model_copy(
+    after = build.task(values=[sample.metrics["acc"] for sample in chosen]).model_copy(
         update={
             "samples": tuple(chosen),
             "documents": answered,
@@ -143,7 +143,9 @@ def _stopped(rule: Rule, *, confidence: float, answered: int = 100) -> Finding:
             "look_confidence": confidence,
         }
     )
-    asked = tuple(sample.model_copy(update={"prompt_hash": "p"}) for sample in before.samples)
+    asked = tuple(
+        sample.model_copy(update={"prompt_hash": f"prompt of {sample.doc_hash}"}) for sample in before.samples
+    )
     return one(
         rule,
         with_tasks("int8", after),

@@ -114,6 +114,19 @@ def test_stopping_early_costs_documents_at_the_last_look(tmp_path: Path) -> None
     assert (row.confidence, row.power.decides) == (0.95, True)
 
 
+def test_a_pooled_group_doesn_t_stop_early_and_keeps_its_whole_confidence(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "[both, three]", more=", sequential: true")
+    (tmp_path / "tasks" / "both.yaml").write_text("group: both\ntask: [one, two]\n", "utf-8")
+    for name in ("one", "two", "three"):
+        task(tmp_path, name, 2000)
+    expanded, sizes = sized(path)
+    rows = quality_plan(expanded, sizes=sizes, flip_rates={})
+    assert {row.task: row.power.documents_needed for row in rows} == {"both": 3092, "three": 3521}
+    recipe(tmp_path, "[both, three]", more=", sequential: true", rule=", pool_groups: false")
+    rows = quality_plan(load_recipe(path).recipe.expand(device="cpu"), sizes=sizes, flip_rates={})
+    assert {row.power.documents_needed for row in rows} == {3521}
+
+
 def test_too_few_documents_are_noted_with_the_margin_that_they_decide(tmp_path: Path) -> None:
     path = recipe(tmp_path, "[one]")
     task(tmp_path, "one", 30)

@@ -199,7 +199,8 @@ evaluaton: {}
 gate:
   - {kind: min_speedup, factor: fast}
   - {kind: max_memory}
-  - {kind: max_quality_drop, points: 2.0, tasks: [pika]}
+  - {kind: max_quality_drop, points: 2.0, percent: 3.0}
+  - {kind: min_serving_throughput, tokens_per_s: 10.0, concurrency: 2}
 """
     found = "\n".join(faults(tmp_path, text))
     for said in (
@@ -217,7 +218,8 @@ gate:
         "line 9: gate[0]: min_speedup needs the section 'speed'",
         "line 9: gate[0].factor: should be a valid number; found 'fast'",
         "line 10: gate[1]: max_memory needs exactly one of",
-        "line 11: gate[2].tasks[0]: 'pika' is not among quality.tasks; did you mean 'piqa'?",
+        "line 11: gate[2]: max_quality_drop needs exactly one of points or percent",
+        "line 12: gate[3]: min_serving_throughput needs the section 'serving'",
     ):
         assert said in found
 

@@ -26,6 +26,15 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "max_perplexity_increase": {"percent": 1.0},
     "max_kl": {"mean_nats": 0.02},
     "min_top1_agreement": {"percent": 95.0},
+    "max_tpot": {"seconds": 0.5},
+    "min_throughput": {"tokens_per_s": 10.0},
+    "min_serving_throughput": {"tokens_per_s": 10.0},
+    "min_bandwidth_share": {"share": 0.5},
+    "max_cost": {"dollars_per_million_output_tokens": 100.0},
+    "max_energy": {"joules_per_output_token": 5.0},
+    "max_length_drift": {"percent": 10.0},
+    "no_regression": {"points": 2.0},
+    "min_score": {"score": 0.6, "tasks": ("piqa",)},
 }
 
 
@@ -58,16 +67,17 @@ def test_a_baseline_without_results_is_missing_where_it_is_needed(kind: str) -> 
     assert isinstance(rule, Rule)
     empty = {"checkpoint": None, "speed": None, "memory": None, "capacity": None, "quality": None}
     findings = rule.judge(baseline=build.variant("fp16", **empty), candidate=build.variant("int8"))
-    expected = "pass" if kind == "max_ttft" else "missing"
+    of_the_candidate_alone = {"max_ttft", "max_tpot", "min_throughput", "min_bandwidth_share"}
+    expected = "pass" if kind in of_the_candidate_alone else "missing"
     assert {finding.outcome for finding in findings} == {expected}
 
 
 @pytest.mark.parametrize("kind", sorted(EXAMPLES))
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), True, "2"])
 def test_limits_are_finite_positive_numbers(kind: str, bad: object) -> None:
-    ((field, _),) = EXAMPLES[kind].items()
+    field = next(iter(EXAMPLES[kind]))
     with pytest.raises(ValidationError, match=field):
-        plugin_class("pipeline.rules", kind).model_validate({field: bad})
+        plugin_class("pipeline.rules", kind).model_validate({**EXAMPLES[kind], field: bad})
 
 
 def test_every_rule_says_which_stages_it_reads() -> None:

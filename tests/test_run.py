@@ -119,7 +119,7 @@ class Workplace:
         )
 
 
-Run = Callable[[Path], Ended]
+Run = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ def run(place: Workplace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
 
-    def ended(recipe: Path) -> Ended:
-        code = main(["run", str(recipe)])
+    def ended(recipe: Path, *more: str) -> Ended:
+        code = main(["run", str(recipe), *more])
         out, told = capfd.readouterr()
         return read(code, out, told)
 
@@ -238,7 +238,8 @@ def test_a_run_ends_with_a_verdict_an_exit_code_and_a_complete_report(
     text = (Path(finished.line["report"]).parent / "report.md").read_text("utf-8")
     assert "| int8 | tg4 @ d24 | measured" in text
     assert files >= {"report.json", "report.md", "recipe.yaml", "resolved-recipe.json", "stages.log"}
-    assert "speed.csv" in files
+    assert files >= {"report.html", "speed.csv", "figures.csv", "junit.xml"}
+    assert (finished.line["pick"], finished.line["front"]) == ("int8", ["int8"])
 
 
 def test_the_same_run_again_measures_nothing_and_says_the_same(
@@ -256,6 +257,19 @@ def test_another_threshold_judges_anew_without_measuring(place: Workplace, finis
     strict = run(place.recipe(gate=[{"kind": "max_memory", "fraction": 0.1}]))
     assert strict.reused == ALL_STAGES
     assert (strict.code, strict.line["verdict"]) == (1, "no-ship")
+
+
+def test_a_run_beside_an_earlier_one_judges_each_variant_by_its_namesake(
+    place: Workplace, finished: Ended, run: Run
+) -> None:
+    earlier = str(Path(finished.line["report"]).parent)
+    same = [{"kind": "max_memory", "fraction": 1.0}, {"kind": "max_perplexity_increase", "percent": 1}]
+    beside = run(place.recipe(gate=same, prefer="smallest"), "--baseline-run", earlier)
+    assert beside.reused == ALL_STAGES
+    assert (beside.code, beside.line["verdicts"]) == (0, {"fp16": "ship", "int8": "ship"})
+    assert beside.line["pick"] == "int8"
+    assert beside.report.baseline_run is not None
+    assert beside.report.baseline_run.name == Path(earlier).name
 
 
 def test_another_limit_repeats_quality_only(place: Workplace, finished: Ended, run: Run) -> None:

@@ -130,9 +130,9 @@ def test_a_package_s_own_file_imports_nothing() -> None:
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("mlflow", r"tracking(_\w+)?"),
+        ("mlflow", r"tracking(_\w+)?|promotion"),
         ("lm_eval", r"quality|harness|tasks|task_checks|harness_setting"),
-        ("yaml", r"yaml_document|tasks"),
+        ("yaml", r"yaml_document|task_yaml"),
         ("bitsandbytes", r"quantizers\.bitsandbytes"),
         ("optimum", r"quantizers\.quanto|quanto_weights"),
     ],
@@ -314,10 +314,12 @@ def filled(package: str, kind: str) -> dict[str, Any]:
     block: dict[str, Any] = {"kind": kind}
     for name, field in plugin_class(package, kind).model_fields.items():
         if field.is_required():
-            block[name] = (get_args(field.annotation) or (1.5,))[0]
+            chosen = (get_args(field.annotation) or (0.5,))[0]
+            block[name] = ["piqa"] if chosen is str else chosen
     if package == "pipeline.rules":
         alternative = next(
-            (name for name in ("fraction", "factor", "mean_nats") if name in fields(package, kind)), None
+            (name for name in ("fraction", "factor", "mean_nats", "points") if name in fields(package, kind)),
+            None,
         )
         block |= {alternative: 0.6} if alternative else {}
     return block
@@ -383,7 +385,9 @@ def recipe_with(folder: Path, package: str, block: dict[str, Any]) -> ExpandedRe
         "model": "some/model",
         "variants": [{"name": "fp16"}, variant],
         "speed": {},
+        "serving": {},
         "capacity": {"context_tokens": 256},
+        "cost": {"dollars_per_hour": 2.0},
         "quality": {"tasks": ["piqa"], "distribution": {"text": "held.txt"}},
         "gate": rules,
     }

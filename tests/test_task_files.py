@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,8 @@ from pipeline.errors import StageError
 from pipeline.quality import check, inputs_digest
 from pipeline.results import MetricScore
 from pipeline.task_scores import all_finite, metrics_of, perplexity, samples_of
-from pipeline.tasks import TaskFileError, find_tasks, leaves, rendered
+from pipeline.task_yaml import TaskFileError
+from pipeline.tasks import find_tasks, leaves, rendered
 from tests.quality_tasks import CHOICES, GENERATION, ROLLING, questions, request_for, write_task
 
 REPOSITORY = Path(__file__).parents[1]
@@ -187,12 +189,68 @@ def test_the_digest_of_the_inputs_follows_their_content_not_their_place(tmp_path
     assert len(set(seen)) == 5
 
 
-def test_the_preflight_imports_neither_the_harness_nor_torch() -> None:
+def judged_file(folder: Path, **changes: Any) -> Path:
+    """A task whose data are what `changes` of its YAML say."""
+    path = write_task(folder, "quiz", CHOICES, questions(4))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dataset_kwargs": {"data_files": {"validation": "${EVAL_DATA}/part-*.json"}}},
+        {"dataset_kwargs": {"data_files": {"validation": "${EVAL_DATA}/**/*.json"}}},
+        {"dataset_kwargs": {"data_dir": "${EVAL_DATA}"}},
+        {"dataset_kwargs": {"data_dir": "${EVAL_DATA}", "data_files": {"validation": "part-*.json"}}},
+        {"dataset_path": "${EVAL_DATA}", "dataset_kwargs": {}},
+    ],
+    ids=["pattern", "deep pattern", "data_dir", "pattern in data_dir", "folder"],
+)
+def test_the_digest_follows_data_behind_patterns_and_folders(tmp_path: Path, changes: dict[str, Any]) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    judged_file(here, **changes)
+    part = here / "data" / "part-1.json"
+    first, other = (json.dumps(row) + "\n" for row in questions(2))
+    part.write_text(first)
+    shutil.copytree(here, there)
+    request = request_for(here, "quiz")
+    assert check(request, offline=True) == ()
+    seen = [inputs_digest(request)]
+    assert inputs_digest(request_for(there, "quiz")) == seen[0]
+    part.write_text(other)
+    seen.append(inputs_digest(request))
+    (here / "data" / "part-2.json").write_text(first)
+    seen.append(inputs_digest(request))
+    assert len(set(seen)) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ("https://example.com/data.json", "is on a network"),
+        ("${EVAL_DATA}/none-*.json", "isn't there"),
+        ("${EVAL_DATA}/linked", "is a link to a folder"),
+    ],
+)
+def test_data_that_cannot_be_hashed_are_refused_beforehand(tmp_path: Path, files: str, told: str) -> None:
+    judged_file(tmp_path, dataset_kwargs={"data_files": {"validation": files}})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data" / "linked").mkdir()
+    (tmp_path / "data" / "linked" / "more").symlink_to(tmp_path / "elsewhere")
+    request = request_for(tmp_path, "quiz")
+    assert told in whats(*check(request, offline=False))
+    with pytest.raises(TaskFileError, match=told):
+        inputs_digest(request)
+
+
+def test_the_preflight_imports_neither_the_harness_nor_torch(tmp_path: Path) -> None:
+    write_task(tmp_path, "quiz", CHOICES, questions(2))
     program = (
         "import sys; from pathlib import Path; from pipeline.quality import check, inputs_digest\n"
         "from tests.quality_tasks import request_for\n"
-        f"request = request_for(Path({str(EVALS)!r}), *{SHIPPED!r})\n"
-        "check(request, offline=True); inputs_digest(request)\n"
+        f"check(request_for(Path({str(EVALS)!r}), *{SHIPPED!r}), offline=True)\n"
+        f"inputs_digest(request_for(Path({str(tmp_path)!r}), 'quiz'))\n"
         "print({'torch', 'lm_eval', 'datasets', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(

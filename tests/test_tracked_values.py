@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -9,18 +10,9 @@ import pytest
 
 from pipeline.measured import Distribution, StageFailure
 from pipeline.results import CostResult, MetricScore
-from pipeline.tracked_values import (
-    TrackedMetric,
-    legal_name,
-    run_params,
-    run_status,
-    run_tags,
-    shortened,
-    split_finite,
-    variant_metrics,
-    variant_params,
-    variant_status,
-)
+from pipeline.statistics import tango_interval
+from pipeline.tracked_labels import run_key, run_params, run_status, run_tags, variant_params, variant_status
+from pipeline.tracked_values import TrackedMetric, legal_name, shortened, split_finite, variant_metrics
 from tests import result_builders as build
 
 
@@ -168,9 +160,43 @@ def test_a_variant_with_a_failed_stage_is_not_finished(reason: Any, status: str)
     assert variant_status(build.variant_report(build.variant("int8", failures=(failure,)))) == status
 
 
+def test_a_field_that_a_later_release_adds_makes_no_report_another_one() -> None:
+    report = build.report()
+    written = report.model_dump(mode="json", exclude_defaults=True)
+    assert "pick" not in written, "a field that older reports lack"
+    assert run_key(type(report).model_validate_json(json.dumps(written))) == run_key(report)
+    assert run_key(build.report(seconds=91.0)) != run_key(report)
+
+
 def test_the_commit_is_a_tag_where_it_is_known() -> None:
     report = build.report(provenance={"git": {"commit": "abc", "dirty": True}, "packages": {"torch": None}})
     assert run_tags(report)["mlflow.source.git.commit"] == "abc"
     assert run_tags(report)["git_dirty"] == "true"
     assert "versions.torch" not in run_params(report)
     assert "git_dirty" not in run_tags(build.report(provenance={"git": None}))
+
+
+def test_scores_have_intervals_that_are_never_empty_and_groups_are_pooled() -> None:
+    right, mixed = build.task("a", values=(1.0,) * 10), build.task("b", values=(1.0, 0.0, 0.0, 0.0, 0.0))
+    found = build.quality(right, mixed, groups={"both": ("a", "b")})
+    values = {m.name: m.value for m in variant_metrics(build.variant("int8", quality=found), baseline=None)}
+    assert values["quality.a.acc"] == 1.0
+    # Wilson's interval of 10 right answers of 10, as in the literature: 0.7225 to 1.
+    assert values["quality.a.acc_ci_low"] == pytest.approx(0.7225, abs=1e-4)
+    assert values["quality.a.acc_ci_high"] == pytest.approx(1.0)
+    assert values["quality.both.acc"] == pytest.approx(11 / 15)
+    assert values["quality.both.acc_plain"] == pytest.approx(0.6)
+    assert values["quality.both.documents"] == 15
+
+
+def test_a_difference_has_the_gates_bounds() -> None:
+    before, after = build.paired_answers(both_right=380, lost=5, gained=5, both_wrong=110)
+    baseline, candidate = (
+        build.variant(name, quality=build.quality(build.task(values=values)))
+        for name, values in (("fp16", before), ("int8", after))
+    )
+    values = {m.name: m.value for m in variant_metrics(candidate, baseline=baseline)}
+    name = "vs_baseline.quality.piqa.acc_difference"
+    bounds = tango_interval(lost=5, gained=5, documents=500)
+    assert values[name] == 0.0
+    assert (values[f"{name}_ci_low"], values[f"{name}_ci_high"]) == (-bounds.upper, -bounds.lower)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from pipeline.results import MetricScore
 from pipeline.tracking import track
 from pipeline.tracking_store import owner_tags
 from tests import result_builders as build
-from tests.tracking_support import by_name, client, full_report, log, runs, start_logging
+from tests.tracking_support import ROOT, by_name, client, full_report, log, runs, start_logging
 
 
 @pytest.fixture(scope="session")
@@ -96,12 +96,24 @@ def test_verdict_and_note_are_tags_and_no_verdict_is_a_metric(logged: Path) -> N
     assert all("verdict" not in name for run in found.values() for name in run.data.metrics)
 
 
-def test_samples_are_json_lines_on_the_variants_run(logged: Path, tmp_path: Path) -> None:
-    run_id = by_name(logged)["int8"].info.run_id
-    path = client(logged).download_artifacts(run_id, "samples/piqa.jsonl", str(tmp_path))
-    lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    assert (lines[0]["doc_hash"], lines[0]["metrics"]) == ("piqa-0", {"acc": 1.0})
-    assert len(lines) == 2
+def test_samples_are_a_table_on_the_variants_run_with_the_baselines_answers(
+    logged: Path, tmp_path: Path
+) -> None:
+    child = by_name(logged)["int8"]
+    path = client(logged).download_artifacts(child.info.run_id, "samples/piqa.json", str(tmp_path))
+    table = json.loads(Path(path).read_text(encoding="utf-8"))
+    assert table["columns"] == ["document", "change", "acc", "baseline acc"]
+    assert table["data"] == [["piqa-1", "gained", 1.0, 0.0], ["piqa-0", "", 1.0, 1.0]]
+    listed = json.loads(child.data.tags["mlflow.loggedArtifacts"])
+    assert listed == [{"path": "samples/piqa.json", "type": "table"}]
+
+
+def test_the_tasks_documents_are_inputs_of_parent_and_children(logged: Path) -> None:
+    found = by_name(logged)
+    for name in ("tiny", "fp16", "int8"):
+        (dataset,) = [one.dataset for one in found[name].inputs.dataset_inputs]
+        assert (dataset.name, json.loads(dataset.profile)["num_rows"]) == ("piqa", 2)
+    assert not found["int4"].inputs.dataset_inputs
 
 
 def test_more_metrics_than_a_batch_takes_are_all_logged(database: Path, tmp_path: Path) -> None:
@@ -158,6 +170,19 @@ def status_in(database: Path, status: str) -> int:
         (count,) = connection.execute("select count(*) from runs where status = ?", (status,)).fetchone()
     connection.close()
     return int(count)
+
+
+def test_a_database_that_was_half_made_is_told_with_what_mends_it(database: Path, tmp_path: Path) -> None:
+    log(full_report(), database, run_folder=tmp_path / "none")
+    half = database.with_name("half.db")  # MLflow looks at the tables of a file once a process
+    half.write_bytes(database.read_bytes())
+    with sqlite3.connect(half) as connection:  # as a kill between two of MLflow's migrations leaves it
+        connection.execute("update alembic_version set version_num = '451aebb31d03'")
+    connection.close()
+    result = log(full_report(), half, run_folder=tmp_path / "none")
+    assert not result.tracked
+    assert f"mlflow db upgrade 'sqlite:///{half}'" in result.because
+    assert f"remove {half}" in result.because
 
 
 def test_sigterm_while_logging_leaves_no_run_running(database: Path, tmp_path: Path) -> None:
@@ -283,40 +308,25 @@ def test_a_second_log_takes_less_than_ten_seconds_with_all_imports(database: Pat
     assert time.monotonic() - started < 10
 
 
-@pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    """A real MLflow server on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
-    command += ["--artifacts-destination", str(tmp_path / "served")]
-    with (tmp_path / "server.log").open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.5)
-    yield f"http://127.0.0.1:{port}"
-    os.killpg(process.pid, signal.SIGTERM)
-    process.wait(timeout=30)
+# --- the documentation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_real_server_takes_the_same_report_once(mlflow_server: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "report.json").write_text("{}", encoding="utf-8")
-    first, second = (
-        track(full_report(), run_folder=folder, tracking_uri=mlflow_server, artifacts_folder=None)
-        for _ in range(2)
-    )
-    assert first.tracked, first.because
-    assert second.run_id == first.run_id
-    reader = client(mlflow_server)
+def test_every_search_of_the_docs_is_one_that_mlflow_takes(logged: Path) -> None:
+    reader = client(logged)
     experiment = reader.get_experiment_by_name("pipeline").experiment_id
-    assert len(reader.search_runs([experiment])) == 4
-    assert [file.path for file in reader.list_artifacts(first.run_id)] == ["report.json"]
+    sections = (ROOT / "docs" / "mlflow.md").read_text("utf-8").split("\n## ")
+    asked = dict.fromkeys(("Searches", "The registry"), 0)
+    for section in sections:
+        title = section.splitlines()[0]
+        for line in section.splitlines():
+            found = re.match(r"\| [^|]+ \| (?:``(.+?)``|`(.+?)`) \|$", line)
+            if title not in asked or found is None or "filter_string" in line:
+                continue
+            query = found[1] or found[2]
+            if title == "Searches":
+                reader.search_runs([experiment], query)
+            else:
+                reader.search_model_versions(query)
+            asked[title] += 1
+    assert asked["Searches"] >= 15
+    assert asked["The registry"] == 5

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     import torch
 
 
+TRANSFORMERS_LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its repository on the Hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+```"""
+"""`Quantizer.loading` of files that transformers reads by itself."""
+
+
 class StoredBytes(Value):
     """Bytes of one quantized weight matrix by what they hold.
 
@@ -110,6 +121,23 @@ class Quantizer(Value, ABC):
     @abstractmethod
     def precision(self) -> str:
         """Label of the result: fp32, fp16, bf16, int8, int4, fp8, fp4."""
+
+    @property
+    def loading(self) -> str:
+        """Markdown for a model card: code that loads a folder written by `quantize` as `model`, by this package here.
+
+        A kind whose files another library reads says how that one does.
+        """
+        name = type(self).__name__
+        fields = ", ".join(f"{field}={value!r}" for field, value in self if field != "kind")
+        return (
+            "```python\n"
+            "from pathlib import Path\n\n"
+            f"from {type(self).__module__} import {name}\n\n"
+            'folder = "."  # this folder\n'
+            f'model = {name}({fields}).load(Path(folder), device="cpu", compute_dtype="bfloat16")\n'
+            "```"
+        )
 
     @classmethod
     @abstractmethod

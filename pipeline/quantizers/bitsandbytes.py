@@ -23,7 +23,7 @@ from pipeline.block_weights import MatrixKind
 from pipeline.checkpoint import check_source
 from pipeline.errors import CheckpointError, StageError
 from pipeline.progress import Tell, silent
-from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
+from pipeline.quantizers.base import TRANSFORMERS_LOADING, Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.results import Problem
 from pipeline.tensorfile import BITS, read_json
 from pipeline.weights import (
@@ -69,6 +69,11 @@ class Bitsandbytes(Quantizer):
         if self.type == "int8" and self.double_quant:
             raise ValueError("double_quant is for nf4 and fp4; int8 has one scale a row and nothing to nest")
         return self
+
+    @property
+    def loading(self) -> str:
+        """Transformers reads the files."""
+        return f"`pip install bitsandbytes accelerate`, then:\n\n{TRANSFORMERS_LOADING}"
 
     @property
     def precision(self) -> str:

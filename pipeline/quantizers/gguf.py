@@ -98,6 +98,11 @@ class Gguf(Quantizer):
         return self
 
     @property
+    def loading(self) -> str:
+        """llama.cpp and what is built on it read the file."""
+        return f'With llama.cpp:\n\n```sh\nllama-cli --model {GGUF_NAME} --prompt "Once upon a time"\n```'
+
+    @property
     def precision(self) -> str:
         """fp16, bf16, or the integers' bits: int8, int6, int5, int4."""
         return {"f16": "fp16", "bf16": "bf16"}.get(self.type, f"int{self.type[1]}")

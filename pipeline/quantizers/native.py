@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.errors import CheckpointError, StageError
 from pipeline.progress import Tell, silent
-from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight
+from pipeline.quantizers.base import TRANSFORMERS_LOADING, Quantizer, StoredBytes, StoredWeight
 from pipeline.results import Problem
 from pipeline.tensor_stream import Converted, stream
 from pipeline.tensorfile import BITS, read_json
@@ -48,6 +48,11 @@ class Native(Quantizer):
 
     kind: Literal["native"] = "native"
     dtype: Literal["fp32", "bf16", "fp16"]
+
+    @property
+    def loading(self) -> str:
+        """Transformers reads the files."""
+        return TRANSFORMERS_LOADING
 
     @property
     def precision(self) -> str:

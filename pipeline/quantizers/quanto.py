@@ -79,6 +79,21 @@ class Quanto(Quantizer):
     weights: Literal["int8", "int4", "fp8"]
 
     @property
+    def loading(self) -> str:
+        """optimum-quanto's own class reads the files."""
+        return """\
+`pip install optimum-quanto`, then:
+
+```python
+from optimum.quanto import QuantizedModelForCausalLM
+from transformers import AutoTokenizer
+
+folder = "."  # this folder, or its repository on the Hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = QuantizedModelForCausalLM.from_pretrained(folder)
+```"""
+
+    @property
     def precision(self) -> str:
         """The weights' type."""
         return self.weights

@@ -32,7 +32,7 @@ from pipeline.linear_layers import (
     stored_types,
 )
 from pipeline.progress import Tell, silent
-from pipeline.quantizers.base import Quantizer, StoredBytes, StoredWeight, group_wise
+from pipeline.quantizers.base import TRANSFORMERS_LOADING, Quantizer, StoredBytes, StoredWeight, group_wise
 from pipeline.results import Problem
 from pipeline.shard_writer import whole
 from pipeline.tensor_stream import Converted
@@ -78,6 +78,11 @@ class Torchao(Quantizer):
 
     kind: Literal["torchao"] = "torchao"
     weights: Literal["int8", "int8_dynamic", "int4", "fp8"]
+
+    @property
+    def loading(self) -> str:
+        """Transformers reads the files."""
+        return f"`pip install torchao`, then:\n\n{TRANSFORMERS_LOADING}"
 
     @property
     def precision(self) -> str:

@@ -11,18 +11,27 @@ from typing import ClassVar, Literal
 
 from pipeline.comparison import UnmeasuredError
 from pipeline.early_stopping import Margin
+from pipeline.readings import Reading
 from pipeline.results import Finding, FindingOutcome, Power, QualityResult, VariantResults
 from pipeline.values import Value
+
+Section = Literal["speed", "serving", "capacity", "quality", "cost"]
+SCORED_OUTPUT_TYPES = frozenset({"loglikelihood", "multiple_choice", "generate_until"})
+"""lm-eval's kinds of tasks whose documents have a score of their own; the other kind is a text's perplexity."""
 
 
 class Rule(Value, ABC):
     """One condition for shipping."""
 
     kind: str
-    needs: ClassVar[frozenset[Literal["speed", "capacity", "quality"]]] = frozenset()
-    """Stages whose results the rule reads; a recipe without such a section is refused."""
+    needs: ClassVar[frozenset[Section]] = frozenset()
+    """Sections whose results the rule reads; a recipe without such a section is refused."""
     quality_blocks: ClassVar[frozenset[str]] = frozenset()
     """Blocks of the quality section that the rule reads besides; a recipe without them is refused."""
+    output_types: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of lm-eval tasks that the rule judges; a recipe without such a task is refused. Empty: none, or any."""
+    stops_early: ClassVar[bool] = False
+    """Whether `early_margins` can end a task before all its documents are answered."""
 
     @abstractmethod
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
@@ -66,6 +75,7 @@ class ThresholdRule(Rule):
     """A rule with one comparison; whatever can't be compared becomes the outcome `missing`."""
 
     unit: ClassVar[str]
+    bound: ClassVar[Literal["at most", "at least"]]
 
     @abstractmethod
     def compare(self, *, baseline: VariantResults, candidate: VariantResults) -> Finding:
@@ -77,6 +87,47 @@ class ThresholdRule(Rule):
             return (self.compare(baseline=baseline, candidate=candidate),)
         except UnmeasuredError as reason:
             return (self.finding("missing", str(reason), unit=self.unit),)
+
+    def held_against(
+        self,
+        reading: Reading,
+        limit: float,
+        *,
+        unit: str | None = None,
+        limit_text: str | None = None,
+        note: str = "",
+    ) -> Finding:
+        """The reading against the limit, which itself is within; both raw, rounded in the sentence only.
+
+        `limit_text` stands for the limit with its unit, `note` comes after it.
+
+        Inconclusive when the measurement was noisy and its interval reaches across the limit, or has no interval.
+        """
+        unit = self.unit if unit is None else unit
+        at_most = self.bound == "at most"
+        outcome: FindingOutcome = (
+            "pass" if (reading.value <= limit if at_most else reading.value >= limit) else "fail"
+        )
+        noise = "; a noisy measurement" if reading.noisy else ""
+        if reading.noisy and (reading.interval is None or _reaches(reading.interval, limit, at_most=at_most)):
+            outcome = "inconclusive"
+            noise += " whose spread reaches across the limit"
+        allowed = (
+            f"{self.bound} {limit_text or f'{limit:g} {unit}'} is {'allowed' if at_most else 'asked for'}"
+        )
+        return self.finding(
+            outcome,
+            f"{reading.what}; {allowed}{note}{noise}",
+            unit=unit,
+            observed=reading.value,
+            limit=limit,
+            interval=reading.interval,
+        )
+
+
+def _reaches(interval: tuple[float, float], limit: float, *, at_most: bool) -> bool:
+    low, high = interval
+    return low <= limit < high if at_most else low < limit <= high
 
 
 def exactly_one(kind: str, **fields: float | None) -> None:

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.comparison import UnmeasuredError, memory_of, speed_of, usable_number
+from pipeline.comparison import UnmeasuredError, memory_of, refuse_other_versions, speed_of, usable_number
+from pipeline.readings import Reading
 from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import ThresholdRule, exactly_one
 
@@ -29,6 +30,7 @@ class MaxMemory(ThresholdRule):
 
     needs = frozenset({"speed"})
     unit: ClassVar[str] = "bytes"
+    bound = "at most"
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -40,28 +42,19 @@ class MaxMemory(ThresholdRule):
         used = self._bytes(candidate)
         what = f"{self.of.replace('_', ' ')} {used / 1e9:.4g} GB"
         if self.bytes is not None:
-            return self.finding(
-                "pass" if used <= self.bytes else "fail",
-                f"{what}, at most {self.bytes / 1e9:.4g} GB is allowed",
-                unit="bytes",
-                observed=used,
-                limit=self.bytes,
-            )
+            limit_text = f"{self.bytes / 1e9:.4g} GB"
+            return self.held_against(Reading(value=used, what=what), self.bytes, limit_text=limit_text)
         assert self.fraction is not None
         before = self._bytes(baseline)
         if self.of == "resident":
             _refuse_widened(baseline)
         if self.of == "peak":
             _refuse_other_engine(baseline, candidate)
+        refuse_other_versions(baseline, candidate)
         observed = used / before
-        return self.finding(
-            "pass" if observed <= self.fraction else "fail",
-            f"{what} is {observed:.3g} of the baseline's {before / 1e9:.4g} GB, "
-            f"at most {self.fraction:g} is allowed",
-            unit="fraction",
-            observed=observed,
-            limit=self.fraction,
-        )
+        what += f" is {observed:.3g} of the baseline's {before / 1e9:.4g} GB"
+        reading = Reading(value=observed, what=what)
+        return self.held_against(reading, self.fraction, unit="fraction", limit_text=f"{self.fraction:g}")
 
     def _bytes(self, variant: VariantResults) -> float:
         if self.of == "on_disk" and variant.checkpoint is not None:

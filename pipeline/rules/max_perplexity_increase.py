@@ -29,6 +29,8 @@ QUANTIZED = frozenset({"int8", "int6", "int5", "int4", "fp8", "fp4"})
 LARGEST_NATS = 1e40
 """Of a document; arithmetic in FP32, which ends at 3.4e38, gives no more."""
 
+_ROUNDING_NATS = 1e-9
+"""Below it a standard error of nats a token is rounding."""
 IMPLAUSIBLE_RATIO = 0.45
 """A perplexity this far under the 16-bit baseline's, beyond chance, was not measured rightly."""
 
@@ -47,6 +49,7 @@ class MaxPerplexityIncrease(Rule):
     """None: every rolling log-likelihood task."""
 
     needs = frozenset({"quality"})
+    output_types = frozenset({"loglikelihood_rolling"})
     unit: ClassVar[str] = "percent"
 
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
@@ -112,6 +115,8 @@ class MaxPerplexityIncrease(Rule):
             margin = math.log1p(self.percent / 100)
             outcome = non_inferiority(result.interval.lower, result.interval.upper, margin)
             interval = (_percent(result.interval.lower), _percent(result.interval.upper))
+        if outcome == "pass" and first != second and _all_alike(result):
+            outcome = "inconclusive"
         totals = tuple(sum(nats) / sum(tokens) for nats in (first, second))
         return self.finding(
             outcome,
@@ -133,6 +138,11 @@ class MaxPerplexityIncrease(Rule):
         }[outcome]
         if result.interval is None:
             return f"{result.documents} document gives no interval, {verdict}"
+        if outcome == "inconclusive" and _all_alike(result):
+            return (
+                f"all documents changed by the same {_percent(result.difference):+.2f} %, so nothing shows how others "
+                f"would: undecided against the limit of {self.percent:g} %; other documents would decide"
+            )
         low, high = (_percent(bound) for bound in (result.interval.lower, result.interval.upper))
         return (
             f"the change of {_percent(result.difference):+.2f} % lies in {low:+.2f} … {high:+.2f} "
@@ -150,6 +160,11 @@ class MaxPerplexityIncrease(Rule):
         if count is None:
             return "no number of documents decides a change that equals the limit"
         return f"about {max(count, result.documents + 1):,} documents would decide if it goes on like this"
+
+
+def _all_alike(result: BootstrapDifference) -> bool:
+    """Whether documents show no spread beyond rounding, as copies of one do: bounds of no width aren't certainty."""
+    return result.standard_error is not None and result.standard_error < _ROUNDING_NATS
 
 
 def _not_together(finding: Finding) -> str:

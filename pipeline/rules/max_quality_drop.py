@@ -1,4 +1,4 @@
-"""No task may lose more than a number of percentage points, judged on the same documents.
+"""No task may lose more than a number of points, or a share of its score, judged on the same documents.
 
 >>> MaxQualityDrop(points=2.0).confidence
 0.95
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.comparison import (
     UnmeasuredError,
     comparable_quality,
     comparable_task,
+    distinct_samples,
     metric_pairs,
     refuse_chance_level,
+    refuse_guessing,
 )
 from pipeline.early_stopping import Margin
 from pipeline.null_run import above_noise
@@ -31,7 +33,8 @@ from pipeline.paired_drop import (
     surely_under,
 )
 from pipeline.results import Finding, QualityResult, TaskResult, VariantResults
-from pipeline.rules.base import Rule
+from pipeline.rules.base import SCORED_OUTPUT_TYPES, Rule, exactly_one
+from pipeline.score_checks import direction
 from pipeline.sequential import planned_look
 from pipeline.statistics import Decision, group_score, holm, holm_claims
 
@@ -52,10 +55,14 @@ class _Answers:
 
 @dataclass(frozen=True)
 class _Judged:
-    """A task or a pooled group, as it is judged; `members` are the answers of each of its tasks."""
+    """A task or a pooled group, as it is judged; `members` are the answers of each of its tasks.
+
+    `margin` is the largest drop allowed, as a share of documents.
+    """
 
     drop: PairedDrop
     members: tuple[_Answers, ...]
+    margin: float
 
     @property
     def pairs(self) -> tuple[tuple[float, float], ...]:
@@ -66,14 +73,19 @@ class MaxQualityDrop(Rule):
     """Non-inferiority of every task with a score from 0 to 1.
 
     Right/wrong metrics get Tango's interval of the paired difference and an exact test against the limit, graded ones
-    the paired bootstrap. Passing needs every task, each at `confidence`: an intersection-union test, which needs no
+    Gaffke's bounds. Passing needs every task, each at `confidence`: an intersection-union test, which needs no
     correction (Berger, Technometrics 24, 1982, 295-300). A fail is a claim, and claims of several tasks are corrected
     by Holm's procedure. A group of tasks is judged by its documents pooled, as one.
+
+    A limit in `percent` is that share of the score that the baseline reached on all its documents, taken as known: its
+    own chance adds percent × its standard error, 0.05 points for 2 % of 70 % on 400 documents.
     """
 
     kind: Literal["max_quality_drop"] = "max_quality_drop"
-    points: float = Field(gt=0, lt=100)
+    points: float | None = Field(default=None, gt=0, lt=100)
     """Percentage points."""
+    percent: float | None = Field(default=None, gt=0, lt=100)
+    """Percent of the baseline's own score."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """None: every task whose metric is a score from 0 to 1. Groups may be named."""
@@ -83,7 +95,21 @@ class MaxQualityDrop(Rule):
     """False: every task of a group is judged by itself."""
 
     needs = frozenset({"quality"})
+    output_types = SCORED_OUTPUT_TYPES
+    stops_early = True
     unit: ClassVar[str] = "points"
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        exactly_one(self.kind, points=self.points, percent=self.percent)
+        return self
+
+    def margin(self, score: float) -> float:
+        """The largest drop allowed beside a baseline's score, as a share of documents."""
+        if self.points is not None:
+            return self.points / 100
+        assert self.percent is not None
+        return self.percent / 100 * score
 
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
         """One finding for each task or pooled group."""
@@ -118,10 +144,11 @@ class MaxQualityDrop(Rule):
         if result is None or task not in subjects:
             return ()
         metric = self.metric or result.primary_metric
-        margin = Margin(
-            metric=metric, drop=self.points / 100, confidence=self.confidence, tests=len(subjects)
-        )
-        return (margin,)
+        answers = [sample.metrics[metric] for sample in result.samples if metric in sample.metrics]
+        drop = self.margin(sum(answers) / len(answers)) if answers else 0.0
+        if drop == 0:
+            return None  # nothing that could be lost: no look decides that
+        return (Margin(metric=metric, drop=drop, confidence=self.confidence, tests=len(subjects)),)
 
     def _subjects(self, before: QualityResult, after: QualityResult) -> dict[str, tuple[str, ...]]:
         """What is judged, each with its tasks: the named, or all that aren't known to have another kind of metric."""
@@ -141,18 +168,21 @@ class MaxQualityDrop(Rule):
         return {
             name: tasks
             for name, tasks in subjects.items()
-            if not all(self._other_scale(task, before, after) for task in tasks)
+            if not all(self._other_scale(task, before) for task in tasks)
         }
 
-    def _other_scale(self, task: str, *arms: QualityResult) -> bool:
-        """Whether an arm's samples show a metric that isn't a score from 0 to 1."""
-        for result in (quality.tasks[task] for quality in arms if task in quality.tasks):
-            metric = self.metric or result.primary_metric
-            if result.output_type == "loglikelihood_rolling" or any(
-                not 0 <= sample.metrics.get(metric, 0.0) <= 1 for sample in result.samples
-            ):
-                return True
-        return False
+    def _other_scale(self, task: str, baseline: QualityResult) -> bool:
+        """Whether the baseline's samples show a metric that isn't a score from 0 to 1.
+
+        A candidate's don't count: what it gets wrong must not take a task from the gate.
+        """
+        if task not in baseline.tasks:
+            return False
+        result = baseline.tasks[task]
+        values = (sample.metrics.get(self.metric or result.primary_metric, 0.0) for sample in result.samples)
+        return result.output_type == "loglikelihood_rolling" or any(
+            value < 0 or value > 1 for value in values
+        )
 
     def _measure(
         self, name: str, tasks: tuple[str, ...], before: QualityResult, after: QualityResult
@@ -160,23 +190,35 @@ class MaxQualityDrop(Rule):
         """What was measured of a task or pooled group, or why nothing can be judged."""
         try:
             members = tuple(self._answers(task, before, after) for task in tasks)
-            judged = _Judged(drop=self._drop(name, members), members=members)
-            self._refuse_implausible(name, judged.drop)
+            drop = self._drop(name, members)
+            self._refuse_implausible(name, drop)
+            margin = self.margin(_share(members))
+            answers = [answer for member in members for answer in member.baseline]
+            guessed = _pooled_chance(members, unknown=0.0)
+            refuse_guessing(name, drop.metric, answers, chance=guessed, margin=margin)
         except UnmeasuredError as reason:
             return str(reason)
-        return judged
+        return _Judged(drop=drop, members=members, margin=margin)
 
     def _answers(self, task: str, before: QualityResult, after: QualityResult) -> _Answers:
         first, second, pairs = comparable_task(task, before, after)
         metric = self.metric or first.primary_metric
-        higher_is_better = _direction(task, metric, first, second)
+        higher_is_better = direction(task, metric, baseline=first, candidate=second)
+        if self.percent is not None and not higher_is_better:
+            raise UnmeasuredError(
+                f"{task}: less {metric} is better, so a percentage of it is no limit; give points"
+            )
         values = metric_pairs(task, metric, pairs)
         if not all(0 <= value <= 1 for pair in values for value in pair):
             raise UnmeasuredError(f"{task}: {metric} is not a score from 0 to 1, points don't apply to it")
         return _Answers(
             metric=metric,
             pairs=tuple((b, c) if higher_is_better else (1 - b, 1 - c) for b, c in values),
-            baseline=tuple(sample.metrics[metric] for sample in first.samples if metric in sample.metrics),
+            baseline=tuple(
+                sample.metrics[metric] if higher_is_better else 1 - sample.metrics[metric]
+                for sample in distinct_samples(first.samples)
+                if metric in sample.metrics
+            ),
             chance=first.chance_score,
             confidence=self._confidence_of(task, second),
         )
@@ -231,14 +273,14 @@ class MaxQualityDrop(Rule):
         failed = holm_claims(
             {
                 name: lambda tests, one=one: surely_above(  # type: ignore[misc]
-                    one.drop, one.pairs, margin=self.points / 100, tests=tests
+                    one.drop, one.pairs, margin=one.margin, tests=tests
                 )
                 for name, one in judged.items()
             }
         )
         return {
             name: "pass"
-            if surely_under(one.drop, margin=self.points / 100)
+            if surely_under(one.drop, margin=one.margin)
             else "fail"
             if name in failed
             else "inconclusive"
@@ -256,22 +298,22 @@ class MaxQualityDrop(Rule):
             unit=self.unit,
             subject=name,
             observed=100 * drop.drop,
-            limit=self.points,
+            limit=100 * one.margin if self.points is None else self.points,
             interval=(100 * drop.lower, 100 * drop.upper) if known else None,  # type: ignore[operator]
             power=power(
                 documents=drop.documents,
                 flip_rate=drop.variance,
-                margin=self.points / 100,
+                margin=one.margin,
                 confidence=drop.confidence,
             ),
         )
 
     def _bounds(self, one: _Judged, outcome: Decision, *, tests: int) -> str:
-        drop = one.drop
+        drop, limit = one.drop, self._limit_text(one)
         verdict = {
-            "pass": f"surely under the limit of {self.points:g}",
-            "fail": f"surely above the limit of {self.points:g}",
-            "inconclusive": f"undecided against the limit of {self.points:g}{self._nearly(one, tests=tests)}; "
+            "pass": f"surely under the limit of {limit}",
+            "fail": f"surely above the limit of {limit}",
+            "inconclusive": f"undecided against the limit of {limit}{self._nearly(one, tests=tests)}; "
             f"{self._needed(one, tests=tests)}",
         }[outcome]
         if drop.lower is None or drop.upper is None:
@@ -281,9 +323,14 @@ class MaxQualityDrop(Rule):
             f"{100 * drop.upper:.2f} ({100 * drop.confidence:g} % bounds), {verdict}"
         )
 
+    def _limit_text(self, one: _Judged) -> str:
+        if self.points is not None:
+            return f"{self.points:g}"
+        return f"{100 * one.margin:.4g} ({self.percent:g} % of the baseline's score)"
+
     def _nearly(self, one: _Judged, *, tests: int) -> str:
         """Why nothing is decided where a bound alone would."""
-        drop, margin = one.drop, self.points / 100
+        drop, margin = one.drop, one.margin
         p = p_values(drop, margin=margin)
         if drop.lower is None or drop.upper is None:
             return ""
@@ -295,7 +342,7 @@ class MaxQualityDrop(Rule):
         return ""
 
     def _needed(self, one: _Judged, *, tests: int) -> str:
-        drop, margin = one.drop, self.points / 100
+        drop, margin = one.drop, one.margin
         error = (1 - drop.confidence) / (tests if drop.drop > margin else 1)
         count = documents_needed(drop, margin=margin, confidence=1 - error)
         if count is None:
@@ -304,12 +351,14 @@ class MaxQualityDrop(Rule):
         return f"about {count:,} documents would decide if it goes on like this, {more:,} more than now"
 
 
-def _pooled_chance(members: tuple[_Answers, ...]) -> float | None:
-    """What guessing gets over all documents; None where a task's chance isn't known."""
-    known = [(member.chance, len(member.baseline)) for member in members if member.chance is not None]
-    if len(known) < len(members):
+def _pooled_chance(members: tuple[_Answers, ...], *, unknown: float | None = None) -> float | None:
+    """What guessing gets over all documents, `unknown` for a task whose chance isn't known; None where one stays so."""
+    known = [
+        (unknown if member.chance is None else member.chance, len(member.baseline)) for member in members
+    ]
+    if any(chance is None for chance, _ in known):
         return None
-    return sum(chance * count for chance, count in known) / max(1, sum(count for _, count in known))
+    return sum(chance * count for chance, count in known if chance) / max(1, sum(count for _, count in known))
 
 
 def _holm_p(judged: Mapping[str, _Judged]) -> dict[str, float]:
@@ -318,18 +367,10 @@ def _holm_p(judged: Mapping[str, _Judged]) -> dict[str, float]:
     return dict(zip(p_values, holm(tuple(p_values.values())), strict=True))
 
 
-def _direction(task: str, metric: str, first: TaskResult, second: TaskResult) -> bool:
-    """Whether more is better; UnmeasuredError when the metric is absent, has no score, or arms disagree."""
-    for arm, result in (("baseline", first), ("candidate", second)):
-        if metric not in result.metrics:
-            known = ", ".join(sorted(result.metrics)) or "none"
-            raise UnmeasuredError(f"{task}: the {arm} has no metric {metric}; it has {known}")
-        if result.metrics[metric].score is None:
-            raise UnmeasuredError(f"{task}: {metric} of the {arm} is not a finite number")
-    directions = {result.metrics[metric].higher_is_better for result in (first, second)}
-    if len(directions) > 1:
-        raise UnmeasuredError(f"{task}: the arms disagree on whether more {metric} is better")
-    return directions.pop()
+def _share(members: tuple[_Answers, ...]) -> float:
+    """The baseline's score over all its documents."""
+    answers = [answer for member in members for answer in member.baseline]
+    return sum(answers) / len(answers)
 
 
 def _scores(one: _Judged) -> str:

@@ -11,9 +11,13 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.capacity_results import CapacityResult
-from pipeline.comparison import UnmeasuredError
-from pipeline.results import Finding, FindingOutcome, VariantResults
+from pipeline.comparison import UnmeasuredError, refuse_other_versions
+from pipeline.readings import Reading
+from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import ThresholdRule, exactly_one
+
+ROUNDED = 1.05
+"""Times the budget that weights and caches may seem to need: a cache's bytes are taken from a slope."""
 
 
 class MinCapacity(ThresholdRule):
@@ -26,6 +30,7 @@ class MinCapacity(ThresholdRule):
 
     needs = frozenset({"capacity"})
     unit: ClassVar[str] = "sequences"
+    bound = "at least"
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -37,6 +42,7 @@ class MinCapacity(ThresholdRule):
         after = _usable(candidate)
         if self.sequences is not None:
             return self._against_number(after, self.sequences)
+        refuse_other_versions(baseline, candidate)
         before = _usable(baseline)
         for field in ("context_tokens", "budget_bytes"):
             if getattr(before, field) != getattr(after, field):
@@ -47,39 +53,26 @@ class MinCapacity(ThresholdRule):
         return self._against_baseline(before, after)
 
     def _against_number(self, after: CapacityResult, sequences: int) -> Finding:
-        held = _sequences(after)
-        outcome: FindingOutcome = "pass" if held >= sequences else "fail"
-        if outcome == "fail" and after.limited_by == "ceiling":
-            outcome = "inconclusive"
-        return self.finding(
-            outcome,
-            f"{held}{_ended(after)} sequences of {after.context_tokens} tokens ran at once; "
-            f"at least {sequences} are asked for",
-            unit=self.unit,
-            observed=held,
-            limit=sequences,
-        )
+        reading = Reading(value=_sequences(after), what=_ran(after))
+        finding = self.held_against(reading, sequences)
+        return _lower_bound(finding) if finding.outcome == "fail" and _at_ceiling(after) else finding
 
     def _against_baseline(self, before: CapacityResult, after: CapacityResult) -> Finding:
         assert self.factor is not None
         base, held = _sequences(before), _sequences(after)
         if base == 0:
             raise UnmeasuredError("the baseline holds no sequence, so no factor can be told")
-        observed = held / base
-        outcome: FindingOutcome = "pass" if observed >= self.factor else "fail"
-        # A search that ended at its own ceiling gives a lower bound of that side only.
-        if (outcome == "pass" and before.limited_by == "ceiling") or (
-            outcome == "fail" and after.limited_by == "ceiling"
-        ):
-            outcome = "inconclusive"
-        return self.finding(
-            outcome,
-            f"{held}{_ended(after)} sequences of {after.context_tokens} tokens ran at once, {observed:.3g} × "
-            f"the baseline's {base}{_ended(before)}; at least {self.factor:g} × is asked for",
-            unit="x",
-            observed=observed,
-            limit=self.factor,
-        )
+        what = f"{_ran(after)}, {held / base:.3g} × the baseline's {base}{_ended(before)}"
+        reading = Reading(value=held / base, what=what)
+        finding = self.held_against(reading, self.factor, unit="x", limit_text=f"{self.factor:g} ×")
+        open_end = before if finding.outcome == "pass" else after
+        return _lower_bound(finding) if _at_ceiling(open_end) else finding
+
+
+def _lower_bound(finding: Finding) -> Finding:
+    """Undecided: a search that ended at its own ceiling gives a lower bound of that side only."""
+    because = f"{finding.because}; undecided, since a search ended at capacity.max_sequences"
+    return finding.model_copy(update={"outcome": "inconclusive", "because": because})
 
 
 def _usable(variant: VariantResults) -> CapacityResult:
@@ -94,7 +87,20 @@ def _usable(variant: VariantResults) -> CapacityResult:
             f"{variant.name}: implausible, {capacity.measured_sequences} sequences beside "
             f"{capacity.weight_bytes_resident} bytes of weights"
         )
+    _refuse_more_than_ran(variant, capacity)
     return capacity
+
+
+def _refuse_more_than_ran(variant: VariantResults, capacity: CapacityResult) -> None:
+    """UnmeasuredError when more sequences are told than any try held, or than the budget has room for."""
+    held = _sequences(capacity)
+    ran = [probe.sequences for probe in capacity.probes if probe.outcome == "measured"]
+    needed = capacity.weight_bytes_resident + held * (capacity.kv_bytes_per_sequence or 0)
+    if (ran and held > max(ran)) or (held and needed > ROUNDED * capacity.budget_bytes):
+        raise UnmeasuredError(
+            f"{variant.name}: implausible, {held} sequences where the largest that ran had {max(ran, default=0)}, "
+            f"needing {needed:,} bytes of a budget of {capacity.budget_bytes:,}"
+        )
 
 
 def _sequences(capacity: CapacityResult) -> int:
@@ -102,5 +108,15 @@ def _sequences(capacity: CapacityResult) -> int:
     return capacity.measured_sequences
 
 
+def _ran(capacity: CapacityResult) -> str:
+    return (
+        f"{_sequences(capacity)}{_ended(capacity)} sequences of {capacity.context_tokens} tokens ran at once"
+    )
+
+
+def _at_ceiling(capacity: CapacityResult) -> bool:
+    return capacity.limited_by == "ceiling"
+
+
 def _ended(capacity: CapacityResult) -> str:
-    return " or more (the search's ceiling)" if capacity.limited_by == "ceiling" else ""
+    return " or more (the search's ceiling)" if _at_ceiling(capacity) else ""

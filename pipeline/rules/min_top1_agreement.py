@@ -11,18 +11,18 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from pipeline.comparison import UnmeasuredError, comparable_distribution, own_distances
-from pipeline.distribution import share_bounds
+from pipeline.distribution import clustered_share_bounds
 from pipeline.distribution_results import DistributionWindow
 from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import Rule
-from pipeline.statistics import Decision, non_inferiority, paired_bootstrap
+from pipeline.statistics import Decision, non_inferiority
 
 
 class MinTop1Agreement(Rule):
     """Share of scored tokens at which both have the same most likely token, in percent.
 
-    Each bound is the wider of the bootstrap over windows and of Clopper and Pearson's for a share, one-sided at
-    `confidence`: equal tokens everywhere in a short text are no proof of equality.
+    Bounds are one-sided at `confidence`, over windows, and never closer than Clopper and Pearson's for a share: equal
+    tokens everywhere in a short text are no proof of equality.
     """
 
     kind: Literal["min_top1_agreement"] = "min_top1_agreement"
@@ -66,15 +66,5 @@ class MinTop1Agreement(Rule):
     def _bounds(self, windows: tuple[DistributionWindow, ...]) -> tuple[float, float]:
         same = [window.same_top1 for window in windows if window.same_top1 is not None]
         tokens = [window.tokens for window in windows]
-        result = paired_bootstrap(
-            [0.0] * len(same),
-            list(map(float, same)),
-            weights=list(map(float, tokens)),
-            confidence=self.confidence,
-        )
-        assert result.interval is not None, "two windows at least"
-        low, high = share_bounds(sum(same), trials=sum(tokens), confidence=self.confidence)
-        return (
-            100 * max(0.0, min(low, result.interval.lower)),
-            100 * min(1.0, max(high, result.interval.upper)),
-        )
+        low, high = clustered_share_bounds(same, trials=tokens, confidence=self.confidence)
+        return 100 * low, 100 * high
