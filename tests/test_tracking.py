@@ -299,15 +299,6 @@ def test_two_processes_may_create_the_same_store_at_once(tmp_path: Path) -> None
     assert len(runs(database)) == 8
 
 
-@pytest.mark.slow
-def test_a_second_log_takes_less_than_ten_seconds_with_all_imports(database: Path, tmp_path: Path) -> None:
-    started = time.monotonic()
-    process = start_logging(full_report(), database, tmp_path / "none")
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert time.monotonic() - started < 10
-
-
 # --- the documentation ----------------------------------------------------------------------------------
 
 
