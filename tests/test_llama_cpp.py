@@ -308,7 +308,8 @@ def test_quality_is_scored_after_the_timed_engine_has_agreed_with_the_one_that_s
     assert agreement.holds, agreement.text
     assert (agreement.engine, agreement.reference_engine) == ("llama_cpp", "transformers")
     assert 0 < agreement.kl_mean_nats < 0.01
-    assert told[:3] == ["loading into llama_cpp", "loading", "comparing llama_cpp with transformers"]
+    stages = ["loading tasks", "loading into llama_cpp", "loading", "comparing llama_cpp with transformers"]
+    assert told[:4] == stages
 
 
 def test_an_engine_that_cannot_open_a_checkpoint_costs_no_evaluation(folder: Path, tmp_path: Path) -> None:
@@ -316,14 +317,15 @@ def test_an_engine_that_cannot_open_a_checkpoint_costs_no_evaluation(folder: Pat
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     (broken / "model.gguf").write_bytes(b"GGUF")
+    write_task(tmp_path, "quiz", CHOICES, questions(3))
     asked = QualityStageRequest(
         checkpoint=RunnableCheckpoint(
             folder=str(broken), quantizer=Gguf(type="f16"), engine=LlamaCpp(threads=1), device="cpu"
         ),
         compute_dtype="float32",
-        quality=request_for(tmp_path, "missing"),
+        quality=request_for(tmp_path, "quiz"),
     )
     told: list[str] = []
     with pytest.raises(CheckpointError):
         quality(asked, progress=told.append)
-    assert told == ["loading into llama_cpp"]
+    assert told == ["loading tasks", "loading into llama_cpp"]

@@ -73,7 +73,7 @@ def stop_after_the_first_file(source: Path, out: Path, number: signal.Signals) -
         assert process.stdout is not None
         assert any(line.strip() == "STOP ME" for line in process.stdout)
         process.send_signal(number)
-        return process.wait(timeout=60)
+        return process.wait(timeout=300)
 
 
 def weight_files(folder: Path) -> dict[str, int]:

@@ -134,6 +134,8 @@ def start_dashboard(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A job started in the background inherits an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -151,7 +153,7 @@ def test_the_dashboard_answers_names_the_last_runs_variants_and_ends_on_ctrl_c(t
     assert set(json.loads(asked["runs"][0])) == children
     assert answers(told["address"])
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=40)
+    out, said = process.communicate(timeout=120)
     assert (process.returncode, out, said) == (0, "", "")
     assert not answers(told["address"])
 
