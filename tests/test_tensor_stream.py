@@ -69,7 +69,14 @@ Native(dtype="fp32").quantize(Path(sys.argv[1]), Path(sys.argv[2]), device="cpu"
 def stop_after_the_first_file(source: Path, out: Path, number: signal.Signals) -> int:
     """Run a process, send it a signal while it makes the second file; its exit status."""
     arguments = [sys.executable, "-c", STOPPED, str(source), str(out)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A job started in the background inherits an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stdout is not None
         assert any(line.strip() == "STOP ME" for line in process.stdout)
         process.send_signal(number)
