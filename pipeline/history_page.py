@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.history_plots import trend_plot
+from pipeline.html_page import html_page
 from pipeline.plan_tables import Table
 from pipeline.report_blocks import rows_table
 from pipeline.run_history import RunHistory, Step, rest, value_cell
@@ -42,15 +43,8 @@ class _Step:
 
 def history_page(history: RunHistory) -> str:
     """The whole page. Every text of the runs is escaped, in tables, captions and plots."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("pipeline"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("history.html.j2").render(
+    return html_page(
+        "history.html.j2",
         title=f"{history.model}: {len(history.runs)} runs",
         runs=_runs(history),
         plots=_plots(history),

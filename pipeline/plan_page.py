@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.batch_plots import cost_plot, shows_cost, tpot_plot
+from pipeline.html_page import html_page
 from pipeline.memory_plot import memory_bars
 from pipeline.plan_tables import (
     batch_table,
@@ -39,15 +40,7 @@ MANY_NAMES = 4
 
 def plan_page(plan: Plan) -> str:
     """The whole page. Every text of the plan is escaped, in tables, captions and plots."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("pipeline"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("plan.html.j2").render(_content(plan))
+    return html_page("plan.html.j2", **_content(plan))
 
 
 def _content(plan: Plan) -> dict[str, Any]:

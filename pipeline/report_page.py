@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeline.html_page import html_page
 from pipeline.interval_plots import margin_plots
 from pipeline.kl_plot import kl_plot
 from pipeline.latency_plots import LatencyPlot, figures_text, latency_plots
@@ -47,15 +48,7 @@ class Plot:
 
 def report_page(report: Report) -> str:
     """The whole page. Every text of the report is escaped, in tables, captions and plots."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("pipeline"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("report.html.j2").render(_content(report))
+    return html_page("report.html.j2", **_content(report))
 
 
 def _content(report: Report) -> dict[str, Any]:
