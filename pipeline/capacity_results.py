@@ -29,11 +29,31 @@ class CapacityProbe(Value):
 class PeakPrediction(Value):
     """Peak beside the weights, from shapes alone: `fixed_bytes` + sequences × `bytes_per_sequence`.
 
-    The latter is a sequence's KV cache and its activations.
+    The latter is a sequence's KV cache and its activations. `beyond` is the line that holds from `from_sequences` on,
+    where work buffers stop growing because prompts pass through the model in pieces.
     """
 
     fixed_bytes: int
     bytes_per_sequence: int
+    from_sequences: int = 1
+    beyond: PeakPrediction | None = None
+
+    def bytes_at(self, sequences: int) -> int:
+        """The peak of so many sequences."""
+        if self.beyond and sequences >= self.beyond.from_sequences:
+            return self.beyond.bytes_at(sequences)
+        return self.fixed_bytes + sequences * self.bytes_per_sequence
+
+    def sequences_within(self, held_bytes: int) -> int:
+        """The most sequences whose peak isn't above `held_bytes`; 0 when not even one fits."""
+        if self.beyond and self.beyond.bytes_at(self.beyond.from_sequences) <= held_bytes:
+            return self.beyond.sequences_within(held_bytes)
+        most = max(0, (held_bytes - self.fixed_bytes) // self.bytes_per_sequence)
+        return min(most, self.beyond.from_sequences - 1) if self.beyond else most
+
+    def bytes_per_sequence_between(self, few: int, many: int) -> float:
+        """What one more sequence takes on the way from `few` to `many`."""
+        return (self.bytes_at(many) - self.bytes_at(few)) / (many - few)
 
 
 class MemorySplit(Value):
@@ -63,11 +83,14 @@ class CapacityResult(Value):
     + growth of the process over its idle state). Predicted from resident weights and `predicted_peak`; where that
     isn't known, and for the paged layout, from weights and KV cache alone.
     `limited_by` says what ended the search; `peak_bytes_per_sequence` is what one more sequence took, its KV
-    cache and its activations, between the smallest and the largest batch that ran. `paged` is the same for a paged
-    cache, where the recipe asks for it.
+    cache and its activations, among the upper half of the batches that ran, and `…_predicted` what `predicted_peak`
+    says of the same batches: small batches may reach their peak elsewhere in the model, where a weight is dequantized.
+    `paged` is the same for a paged cache, where the recipe asks for it. `engine` is the kind that held the sequences,
+    None in results from before it was kept.
     """
 
     layout: Layout = "contiguous"
+    engine: str | None = None
     context_tokens: int
     budget_bytes: int
     budget_source: str
@@ -78,6 +101,7 @@ class CapacityResult(Value):
     predicted_sequences: int | None
     measured_sequences: int | None
     peak_bytes_per_sequence: float | None = None
+    peak_bytes_per_sequence_predicted: float | None = None
     memory: MemorySplit | None = None
     limited_by: Literal["memory", "ceiling", "failure"]
     because: str = ""

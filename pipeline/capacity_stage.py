@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipeline.capacity_probe import CapacityOpened, CapacityRequest, ProbeQuestion
-from pipeline.capacity_results import CapacityProbe, CapacityResult, Layout, MemorySplit
+from pipeline.capacity_results import CapacityProbe, CapacityResult, Layout, MemorySplit, PeakPrediction
 from pipeline.errors import StageError
 from pipeline.processes import Conversation, WorkerError
 from pipeline.stages import Progress
@@ -70,8 +70,9 @@ def capacity_of(worker: OpenWorker, *, request: CapacityRequest, progress: Progr
             paged = _search("paged", workers, request=request, progress=progress)
         except StageError as error:
             update = {"limited_by": "failure", "because": str(error), "measured_sequences": None}
-            of_contiguous = ("predicted_sequences", "predicted_peak", "peak_bytes_per_sequence", "memory")
-            blank = {**dict.fromkeys(of_contiguous), "probes": (), "notes": ()}
+            of_contiguous = ("predicted_sequences", "predicted_peak", "memory")
+            slopes = ("peak_bytes_per_sequence", "peak_bytes_per_sequence_predicted")
+            blank = {**dict.fromkeys((*of_contiguous, *slopes)), "probes": (), "notes": ()}
             blank["kv_bytes_per_sequence_predicted"] = request.paged.kv_bytes_per_sequence_predicted
             paged = result.model_copy(
                 update={"layout": "paged", "kv_bytes_per_sequence": None, **update, **blank}
@@ -99,6 +100,9 @@ def _search(
     if prober.fits(1):
         start = _first_guess(prober) if ceiling > 1 else 1
         found = largest_that_fits(prober.fits, start=start, ceiling=ceiling, between=prober.between)
+        ran = _upper_half(prober.probes)
+        if found > 2 and 4 * (found - ran[0][0]) < found:  # too near for a slope
+            prober((found + 1) // 2)
     return _result(prober, found=found, ceiling=ceiling, opened=workers.opened)
 
 
@@ -241,10 +245,10 @@ def _result(prober: _Prober, *, found: int, ceiling: int, opened: CapacityOpened
     predicted_peak = opened.predicted_peak if prober.layout == "contiguous" else None
     at_ceiling = found == ceiling
     kv_bytes = _kv_bytes_each(prober.probes)
-    per_sequence = predicted_peak.bytes_per_sequence if predicted_peak else kv_predicted or kv_bytes
-    fixed = opened.weight_bytes_resident + (predicted_peak.fixed_bytes if predicted_peak else 0)
+    slope = peak_slope(prober.probes)
     return CapacityResult(
         layout=prober.layout,
+        engine=request.checkpoint.engine.kind,
         context_tokens=request.context_tokens,
         budget_bytes=request.budget_bytes,
         budget_source=request.budget_source,
@@ -252,9 +256,18 @@ def _result(prober: _Prober, *, found: int, ceiling: int, opened: CapacityOpened
         kv_bytes_per_sequence=kv_bytes,
         kv_bytes_per_sequence_predicted=kv_predicted,
         predicted_peak=predicted_peak,
-        predicted_sequences=max(0, (request.budget_bytes - fixed) // per_sequence) if per_sequence else None,
+        predicted_sequences=_predicted_sequences(
+            request.budget_bytes - opened.weight_bytes_resident,
+            predicted_peak=predicted_peak,
+            kv_bytes=kv_predicted or kv_bytes,
+        ),
         measured_sequences=found,
-        peak_bytes_per_sequence=_slope(prober.probes),
+        peak_bytes_per_sequence=slope.bytes_per_sequence if slope else None,
+        peak_bytes_per_sequence_predicted=(
+            predicted_peak.bytes_per_sequence_between(slope.few, slope.many)
+            if slope and predicted_peak
+            else None
+        ),
         memory=_split(prober.probes, found=found, opened=opened),
         limited_by="ceiling" if at_ceiling else "memory",
         because=_why_limited(prober, at_ceiling=at_ceiling, ceiling=ceiling),
@@ -272,13 +285,40 @@ def _kv_bytes_each(probes: list[CapacityProbe]) -> int | None:
     return (high - low) // (many - few) if many > few else low // few
 
 
-def _slope(probes: list[CapacityProbe]) -> float | None:
-    """Bytes that one more sequence takes; None unless two batches ran."""
-    ran = sorted((p.sequences, p.peak_bytes) for p in probes if p.outcome == "measured" and p.peak_bytes)
+def _predicted_sequences(
+    free_bytes: int, *, predicted_peak: PeakPrediction | None, kv_bytes: int | None
+) -> int | None:
+    """How many fit beside the weights; by their cache alone where activations aren't predicted."""
+    if predicted_peak:
+        return predicted_peak.sequences_within(free_bytes)
+    return max(0, free_bytes // kv_bytes) if kv_bytes else None
+
+
+class PeakSlope(NamedTuple):
+    """What one more sequence takes between two batches that ran."""
+
+    few: int
+    many: int
+    bytes_per_sequence: float
+
+
+def peak_slope(probes: list[CapacityProbe]) -> PeakSlope | None:
+    """Between the outermost of the upper half of the batches that ran; None unless there are two.
+
+    The peak of a small batch may lie elsewhere: quanto, for one, dequantizes a weight for its product, and while
+    activations are smaller than that weight, more sequences hardly raise the peak.
+    """
+    ran = _upper_half(probes)
     if len(ran) < 2:
         return None
     (few, low), (many, high) = ran[0], ran[-1]
-    return (high - low) / (many - few)
+    return PeakSlope(few, many, (high - low) / (many - few))
+
+
+def _upper_half(probes: list[CapacityProbe]) -> list[tuple[int, int]]:
+    """(sequences, peak) of the batches that ran with at least half as many as the largest that did, ascending."""
+    ran = sorted((p.sequences, p.peak_bytes) for p in probes if p.outcome == "measured" and p.peak_bytes)
+    return [(sequences, peak) for sequences, peak in ran if 2 * sequences >= ran[-1][0]]
 
 
 def _split(probes: list[CapacityProbe], *, found: int, opened: CapacityOpened) -> MemorySplit | None:

@@ -72,7 +72,7 @@ def _fits_row(name: str, one: CapacityResult) -> tuple[str, ...]:
         _mb(one.kv_bytes_per_sequence),
         _mb(one.kv_bytes_per_sequence_predicted),
         _mb(one.peak_bytes_per_sequence),
-        _mb(one.predicted_peak.bytes_per_sequence if one.predicted_peak else None),
+        _mb(one.peak_bytes_per_sequence_predicted),
         one.because if one.limited_by == "failure" else capacity_reason(one),
     )
 

@@ -72,7 +72,7 @@ def _predicted(variant: VariantReport) -> MemoryBar | None:
     cache = capacity.kv_bytes_per_sequence_predicted if capacity else None
     if split is None or peak is None or cache is None:
         return MemoryBar(variant.name, True, None, (weights,))
-    activations = peak.fixed_bytes + split.sequences * (peak.bytes_per_sequence - cache)
+    activations = peak.bytes_at(split.sequences) - split.sequences * cache
     parts = (
         weights,
         ("KV cache", float(split.sequences * cache)),

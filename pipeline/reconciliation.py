@@ -60,13 +60,13 @@ def capacity_reason(capacity: CapacityResult) -> str:
         return "the search ended at its ceiling: more may fit"
     if not held:
         return capacity.because
-    peak, taken = capacity.predicted_peak, capacity.peak_bytes_per_sequence
-    if peak is None or taken is None:
+    foreseen, taken = capacity.peak_bytes_per_sequence_predicted, capacity.peak_bytes_per_sequence
+    if foreseen is None or taken is None:
         return _activations_reason(capacity)
-    if agrees(peak.bytes_per_sequence, taken):
+    if agrees(foreseen, taken):
         constant = _constant_bytes(capacity) / 1e6
         return f"a sequence took what was predicted; {constant:.1f} MB more don't grow with the batch"
-    return f"a sequence took {taken / 1e6:.2f} MB at the peak, {peak.bytes_per_sequence / 1e6:.2f} MB were predicted"
+    return f"a sequence took {taken / 1e6:.2f} MB at the peak, {foreseen / 1e6:.2f} MB were predicted"
 
 
 def _items(plan: VariantPlan, results: VariantResults) -> Iterator[Reconciliation]:
@@ -109,7 +109,7 @@ def _compared(
 
 
 def _bytes_compared(
-    figure: str, predicted: int, measured: float, *, reason: str = UNEXPLAINED
+    figure: str, predicted: float, measured: float, *, reason: str = UNEXPLAINED
 ) -> Reconciliation:
     return _compared(figure, "MB", predicted, measured, scale=1e6, reason=reason, tolerance=BYTES_TOLERANCE)
 
@@ -148,9 +148,9 @@ def _predicted_capacity(capacity: CapacityResult) -> Iterator[Reconciliation]:
             capacity.kv_bytes_per_sequence_predicted,
             capacity.kv_bytes_per_sequence,
         )
-    peak, taken = capacity.predicted_peak, capacity.peak_bytes_per_sequence
-    if peak and taken is not None:
-        yield _bytes_compared("a sequence at the peak", peak.bytes_per_sequence, taken)
+    foreseen, taken = capacity.peak_bytes_per_sequence_predicted, capacity.peak_bytes_per_sequence
+    if foreseen is not None and taken is not None:
+        yield _bytes_compared("a sequence at the peak", foreseen, taken)
     if capacity.predicted_sequences and capacity.measured_sequences is not None:
         yield Reconciliation(
             figure="sequences at once, paged" if paged else "sequences at once, with activations",

@@ -244,30 +244,36 @@ def test_a_turn_of_the_speed_stage_is_measured(folder: Path) -> None:
 
 
 @pytest.mark.skipif(private_bytes_now() is None, reason="this system tells no private memory")
-def test_capacity_is_found_near_the_prediction(tmp_path: Path) -> None:
-    """Short prompts in the smallest cache there is; deep enough to outweigh llama.cpp's books (under 1 kB a token)."""
+@pytest.mark.parametrize(("prompt_tokens", "sequences"), [(30, 8), (200, 10)])
+def test_capacity_is_found_near_the_prediction(prompt_tokens: int, sequences: int, tmp_path: Path) -> None:
+    """The smallest cache there is, deep enough to outweigh llama.cpp's books (some MB, and under 1 kB a token).
+
+    Prompts of 200 tokens fill a piece of 512 at the third sequence: work buffers grow no further.
+    """
     folder = write_gguf(tmp_path / "deep", model=llama(num_hidden_layers=32, num_key_value_heads=4))
     checkpoint = runnable(folder)
-    predicted = checkpoint.engine.predicted_peak(folder, prompt_tokens=30, new_tokens=2)
+    predicted = checkpoint.engine.predicted_peak(folder, prompt_tokens=prompt_tokens, new_tokens=2)
     cache_bytes = 256 * 32 * 2 * 64 * 2
-    assert predicted.bytes_per_sequence == pytest.approx(cache_bytes, rel=0.1)
+    assert predicted.bytes_per_sequence_between(sequences, sequences + 1) == pytest.approx(
+        cache_bytes, rel=0.1
+    )
     request = CapacityRequest(
         checkpoint=checkpoint,
-        context_tokens=32,
+        context_tokens=prompt_tokens + 2,
         new_tokens=2,
-        budget_bytes=opened(folder).memory().weight_bytes_resident
-        + predicted.fixed_bytes
-        + 8 * predicted.bytes_per_sequence,
+        budget_bytes=opened(folder).memory().weight_bytes_resident + predicted.bytes_at(sequences),
         budget_source="recipe",
         max_sequences=16,
         kv_bytes_per_sequence_predicted=cache_bytes,
     )
     result = measure_capacity(request, log=tmp_path / "log", progress=lambda _: None)
     assert result.kv_bytes_per_sequence == cache_bytes
-    assert result.predicted_sequences == 8
+    assert result.predicted_sequences == sequences
     assert result.limited_by == "memory"
     assert result.measured_sequences is not None
-    assert 6 <= result.measured_sequences <= 10
+    assert abs(result.measured_sequences - sequences) <= 3
+    assert result.peak_bytes_per_sequence is not None
+    assert result.peak_bytes_per_sequence == pytest.approx(result.peak_bytes_per_sequence_predicted, rel=0.1)
 
 
 def test_the_search_ends_at_the_most_sequences_that_llama_cpp_runs(folder: Path, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_a_prediction_with_activations_agrees_or_tells_which_part_of_it_was_wron
             predicted_sequences=40,
             predicted_peak=PeakPrediction(fixed_bytes=1_000_000, bytes_per_sequence=20_000_000),
             peak_bytes_per_sequence=taken,
+            peak_bytes_per_sequence_predicted=20_000_000,
             **fields,
         )
         return by_figure(reconcile(variant("bf16"), results.variant("bf16", capacity=capacity, speed=None)))

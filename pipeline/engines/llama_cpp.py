@@ -86,13 +86,24 @@ class LlamaCpp(Engine):
         return CACHE_GRAIN_TOKENS * -(-tokens // CACHE_GRAIN_TOKENS)
 
     def predicted_peak(self, checkpoint: Path, *, prompt_tokens: int, new_tokens: int) -> PeakPrediction:
-        """From llama.cpp's own plan of a context on a model without memory: caches, work buffers, logits."""
+        """From llama.cpp's own plan of a context on a model without memory: caches, work buffers, logits.
+
+        Work buffers grow with the prompts until these fill a piece of `UBATCH_TOKENS`.
+        """
         model = LlamaModel(load_library(), _file(checkpoint), on_gpu=False, allocate=False)
-        few, more = (
-            _planned_bytes(model, sequences, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-            for sequences in (2, 3)
-        )
-        return PeakPrediction(fixed_bytes=max(0, few - 2 * (more - few)), bytes_per_sequence=more - few)
+
+        def line(sequences: int) -> PeakPrediction:
+            few, more = (
+                _planned_bytes(model, count, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+                for count in (sequences, sequences + 1)
+            )
+            each = more - few
+            return PeakPrediction(fixed_bytes=max(0, few - sequences * each), bytes_per_sequence=each)
+
+        full = -(-UBATCH_TOKENS // prompt_tokens)
+        if full <= 2:
+            return line(2)
+        return line(2).model_copy(update={"beyond": line(full).model_copy(update={"from_sequences": full})})
 
     def open(self, checkpoint: Path, *, quantizer: Quantizer, device: str) -> LlamaCppSession:
         """Load the file. Raises CheckpointError when llama.cpp can't read it, MemoryError when it doesn't fit."""
