@@ -23,6 +23,8 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,10 +116,17 @@ def _figures(variant: str, pairs: Sequence[tuple[Rates, Rates]]) -> Iterator[Com
 
 
 def _ours(file: Path, *, threads: int, seed: int) -> Rates:
-    """A prompt of one token is the first of as many steps as llama-bench makes from an empty cache.
+    """In a process of its own, as llama-bench is and as every variant of a run is.
 
-    Loaded anew each time, as llama-bench does: where the weights happen to lie in memory is worth some percent.
+    Loaded anew each time: where the weights happen to lie in memory is worth some percent of what memory bounds, and
+    a process that has loaded and freed them forty times got worse places.
     """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_rates, file, threads=threads, seed=seed).result()
+
+
+def _rates(file: Path, *, threads: int, seed: int) -> Rates:
+    """A prompt of one token is the first of as many steps as llama-bench makes from an empty cache."""
     model = LlamaModel(load_library(), file, on_gpu=False)
     session = LlamaCppSession(model, threads=threads, vocabulary_tokens=model.vocabulary_tokens)
     decode_s = _seconds(session, prompt_tokens=1, new_tokens=NEW_TOKENS, seed=seed)
