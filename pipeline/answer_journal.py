@@ -12,7 +12,6 @@ changed since, is dropped with all behind it, and computed again.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import zlib
@@ -22,11 +21,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.store import REFUSED
 from pipeline.values import Value, digest
 
 _KEY_LETTERS = 32  # 128 bits
 _CHECKSUM_LETTERS = 9  # eight hexadecimal ones and a space
-_DISK_TAKES_NO_MORE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class Planned(Value):
@@ -135,7 +134,7 @@ class AnswerJournal:
 
     def _give_up(self, error: OSError) -> None:
         """Go on in memory where the disk takes no more. What a torn last line leaves is dropped when it is read."""
-        if error.errno not in _DISK_TAKES_NO_MORE:
+        if error.errno not in REFUSED:
             raise error
         self._tell(f"answers are kept in memory only from here on: {self.path}: {error.strerror}")
         self.path = None

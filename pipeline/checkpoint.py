@@ -248,7 +248,9 @@ def verify(
         if sha256_of(path) != record.sha256:
             raise CheckpointError(f"{path}: changed since the manifest was written (another SHA-256)")
     listed = {CARD_NAME, *(record.name for record in manifest.files)}
-    added = [path.name for path in _plain_files(folder) if path.name not in listed]
+    # Folders, links to nowhere and the like, too: whoever takes the folder takes what is in it.
+    there = (path.name for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    added = [name for name in there if name != MANIFEST_NAME and name not in listed]
     if added:
         raise CheckpointError(f"{folder / added[0]}: not in the manifest; it was added later")
 

@@ -12,10 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from pipeline.errors import Interrupted, PipelineError, PrerequisiteError, StageError
+from pipeline.errors import Interrupted, PipelineError, PrerequisiteError, StageError, UsageError
 from pipeline.packages import quiet_torchao
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_CODES = """exit codes: 0 ship or success · 1 no-ship · 2 bad recipe or usage · 3 prerequisite missing ·
 4 a stage failed · 5 inconclusive · 130 interrupted"""
@@ -82,8 +85,12 @@ def _open_closed_streams() -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    if not arguments:
+        _tell(parser.format_help())
+        parser.exit(UsageError.exit_code)
     try:
-        return _parser().parse_args(arguments)
+        return parser.parse_args(arguments)
     finally:
         _write(sys.stdout, "")  # `--help | head` leaves here, by SystemExit
 
@@ -96,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_commands_on_recipes, _commands_on_reports, _commands_on_mlflow, _commands_on_this_machine):
+        add(commands)
+    return parser
+
+
+def _commands_on_recipes(commands: Commands) -> None:
     run = _recipe_command(commands, "run", _run, "quantize, measure, evaluate, judge and log a recipe")
     _baseline_run(run)
     plan = _recipe_command(commands, "plan", _plan, "footprints, ceilings and fit, before anything is loaded")
@@ -104,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page with plots, too")
     _recipe_command(commands, "check", _check, "validate a recipe and look for everything a run needs")
+
+
+def _commands_on_reports(commands: Commands) -> None:
     gate = _command(commands, "gate", _gate, "judge a stored report again, with its own or other rules")
     gate.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the run's folder")
     gate.add_argument("--rules", type=Path, metavar="RECIPE", help="take the gate section of this recipe")
@@ -116,6 +132,9 @@ def _parser() -> argparse.ArgumentParser:
         "reports", type=Path, nargs="+", metavar="RUN", help="report.json, run folder, or a store's runs"
     )
     compare.add_argument("--page", type=Path, metavar="FILE", help="write a page with a trend plot, too")
+
+
+def _commands_on_mlflow(commands: Commands) -> None:
     track = _command(commands, "track", _track, "log a stored run to MLflow, once")
     track.add_argument("report", type=Path, metavar="RUN", help="report.json or run folder")
     promote = _command(
@@ -139,6 +158,9 @@ def _parser() -> argparse.ArgumentParser:
         "--port", type=int, default=5000, metavar="N", help="on this machine only; 5000 unless told"
     )
     shown.add_argument("--open", action="store_true", help="open the last run's comparison in a browser")
+
+
+def _commands_on_this_machine(commands: Commands) -> None:
     _command(commands, "kinds", _kinds, "the quantizers, engines and rules there are, with their fields")
     doctor = _command(commands, "doctor", _doctor, "what this machine is and can do")
     doctor.add_argument(
@@ -148,7 +170,6 @@ def _parser() -> argparse.ArgumentParser:
         help="time every pair of quantizer and engine on this 16-bit model, so that short forms mean the fastest",
     )
     _command(commands, "schema", _schema, "JSON schema of a recipe, for editors")
-    return parser
 
 
 def _baseline_run(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +182,7 @@ def _baseline_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     function: Callable[[argparse.Namespace], int],
     description: str,
@@ -179,7 +200,7 @@ def _command(
 
 
 def _recipe_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     function: Callable[[argparse.Namespace], int],
     description: str,
@@ -299,7 +320,7 @@ def _dashboard(options: argparse.Namespace) -> int:
 
 
 def _kinds(options: argparse.Namespace) -> int:
-    from pipeline.commands import kinds_table
+    from pipeline.kinds_table import kinds_table
 
     _print(kinds_table(as_json=options.json))
     return 0

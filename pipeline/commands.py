@@ -29,13 +29,14 @@ from pipeline.hub_upload import hub_token, upload_checkpoint
 from pipeline.interruption import first_signal_interrupts
 from pipeline.judgement import judge_run
 from pipeline.junit import junit_xml
+from pipeline.page_file import page_file, write_page_file
 from pipeline.pick_results import Preference
 from pipeline.plan_page import plan_page
 from pipeline.plan_values import Plan
 from pipeline.planning import expand_here, plan_beside_results, plan_recipe
-from pipeline.plugins import plugin_classes
 from pipeline.preflight import Preflight, preflight
-from pipeline.promoted import Alias, Promoted, last_promoted, machine_of
+from pipeline.promoted import Alias, PromotedBefore, last_promoted, machine_of
+from pipeline.promoted_registry import ask_registry
 from pipeline.promotion import Promotion, promote
 from pipeline.provenance import collect
 from pipeline.recipe import load_recipe
@@ -53,10 +54,9 @@ from pipeline.serving_tables import serving_csv
 from pipeline.speed_columns import speed_csv
 from pipeline.step_summary import append_step_summary, workflow_commands
 from pipeline.store import Store, write_atomically
-from pipeline.stored_reports import StoredRun, find_runs, load_report, stored_run
+from pipeline.stored_reports import StoredRun, find_runs, load_report, sealed, stored_run
+from pipeline.tracked_labels import run_key
 from pipeline.tracking import TrackResult, track
-
-PLUGIN_PACKAGES = {"quantizer": "pipeline.quantizers", "engine": "pipeline.engines", "rule": "pipeline.rules"}
 
 _STOPPED = TrackResult(run_id=None, tracked=False, because="stopped while logging")
 
@@ -188,7 +188,7 @@ def write_report(report: Report, *, folder: Path, recipe_text: str) -> None:
     write_atomically(folder / "speed.csv", speed_csv(report))
     if any(variant.serving for variant in report.variants):
         write_atomically(folder / "serving.csv", serving_csv(report))
-    write_atomically(folder / "report.json", report.to_json())
+    write_atomically(folder / "report.json", sealed(report).to_json())
 
 
 def _provenance(state: RunState) -> dict[str, Any]:
@@ -242,38 +242,11 @@ def _json_line(
 
 def plan_for(path: Path, *, hardware: str | None, page: Path | None) -> Plan:
     """Plan for the recipe's hardware, or for `hardware`, and write it as an HTML page, too. Loads no weight."""
-    file = None if page is None else _page_file(page)
+    file = None if page is None else page_file(page)
     plan = plan_recipe(path, hardware=hardware, store=store_from_environment())
     if file is not None:
-        _write_shown(file, plan_page(plan), option=f"--html {page}")
+        write_page_file(file, plan_page(plan), option=f"--html {page}")
     return plan
-
-
-def _write_shown(file: Path, text: str, *, option: str) -> None:
-    try:
-        write_atomically(file, text)
-    except (OSError, StageError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).split("; ")[0]
-        raise UsageError(f"{option}: can't be written: {reason}; name another file") from None
-
-
-def _page_file(page: Path, *, option: str = "--html") -> Path:
-    """Where a page goes: a new file, or a regular one that is replaced. Raises UsageError before any work."""
-    try:
-        file = page.expanduser().resolve()
-        taken = file.exists() and not file.is_file()
-        parent = file.parent
-        while not parent.exists():
-            parent = parent.parent
-        nowhere = not parent.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"{option} {page}: is no usable path ({error}); name a file such as plan.html"
-        ) from None
-    if taken or nowhere or not page.name:
-        what = f"{parent} is no folder" if nowhere else "is no regular file"
-        raise UsageError(f"{option} {page}: {what}; name a file such as plan.html")
-    return file
 
 
 def check_recipe(path: Path) -> Preflight:
@@ -294,10 +267,11 @@ def judge_again(
 
     With `baseline_run` each variant is judged beside its namesake of that run; `page` is the report as HTML.
     """
-    file = None if page is None else _page_file(page)
+    file = None if page is None else page_file(page)
     report = load_report(path)
     other = load_recipe(rules).recipe if rules else None
     gate = other.gate if other else _stored_rules(report, path)
+    before = None if baseline_run is None else _another_run(baseline_run, than=report)
     promoted = promoted_for(
         gate, recipe=Path(report.recipe), model=report.model_id, store=store_from_environment()
     )
@@ -310,18 +284,44 @@ def judge_again(
             provenance=report.provenance,
             model=report.model_id,
             interrupted=report.interrupted,
-            before=stored_run(baseline_run) if baseline_run else None,
-            missing=missing_results(report),
+            before=before,
+            missing=_missing_results(report, path),
         )
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
     judged_by = {"gate": [rule.model_dump(mode="json") for rule in gate]}
-    again = report.model_copy(
-        update={**judged.fields(), "resolved_recipe": {**report.resolved_recipe, **judged_by}}
-    )
+    resolved = {**report.resolved_recipe, **judged_by, **({"prefer": other.prefer} if other else {})}
+    told = {**judged.fields(), "because": (*_of_other_rules(rules), *judged.because)}
+    again = sealed(report.model_copy(update={**told, "resolved_recipe": resolved}))
     if file is not None:
-        _write_shown(file, report_page(again), option=f"--html {page}")
+        write_page_file(file, report_page(again), option=f"--html {page}")
     return again
+
+
+def _missing_results(report: Report, path: Path) -> dict[str, tuple[str, ...]]:
+    try:
+        return missing_results(report)
+    except TypeError as error:
+        raise UsageError(
+            f"{path}: resolved_recipe is no recipe of this version ({error}); restore the file, or run the recipe again"
+        ) from None
+
+
+def _of_other_rules(rules: Path | None) -> tuple[str, ...]:
+    """A page that shows the run's recipe must not pass for its verdict."""
+    return (
+        ()
+        if rules is None
+        else (f"judged again by the gate of {rules.name}, not by that of the run's recipe",)
+    )
+
+
+def _another_run(path: Path, *, than: Report) -> StoredRun:
+    """The baseline run. Beside itself every run ships, so that a wrong path in a job would pass for ever."""
+    found = stored_run(path)
+    if run_key(found.report) == run_key(than):
+        raise UsageError(f"--baseline-run {path}: is the very run that is judged; name an earlier one")
+    return found
 
 
 def _stored_preference(report: Report) -> Preference | None:
@@ -332,11 +332,11 @@ def _stored_preference(report: Report) -> Preference | None:
 
 def compare_runs(paths: Sequence[Path], *, page: Path | None) -> RunHistory:
     """Runs side by side and over time, and as a page; see `run_history.run_history`. A store stands for its runs."""
-    file = None if page is None else _page_file(page, option="--page")
+    file = None if page is None else page_file(page, option="--page")
     runs, unread = find_runs(paths)
     history = run_history(runs, unread=unread)
     if file is not None:
-        _write_shown(file, history_page(history), option=f"--page {page}")
+        write_page_file(file, history_page(history), option=f"--page {page}")
     return history
 
 
@@ -355,26 +355,30 @@ def _results_of(variant: VariantReport) -> VariantResults:
     return VariantResults(**fields)
 
 
-def promoted_for(
-    rules: Sequence[Rule], *, recipe: Path, model: str | None, store: Store
-) -> dict[Alias, Promoted]:
-    """What was promoted before of this recipe and model, where a rule compares with it."""
+def promoted_for(rules: Sequence[Rule], *, recipe: Path, model: str | None, store: Store) -> PromotedBefore:
+    """What was promoted before of this recipe and model, where a rule compares with it.
+
+    The registry's word goes before the store's: another machine may have promoted since, or moved an alias back.
+    """
     if not any(isinstance(rule, NoRegression) for rule in rules):
-        return {}
-    return last_promoted(store, recipe=str(recipe), model=model)
+        return PromotedBefore()
+    kept = last_promoted(store, recipe=str(recipe), model=model)
+    asked = ask_registry(recipe=str(recipe), model=model)
+    return asked.model_copy(update={"versions": {**kept, **asked.versions}})
 
 
 def promote_run(path: Path, variant: str, *, alias: Alias, push: str | None) -> Promotion:
     """Register a stored run's variant that ships; see `promotion.promote`. `push` is a repository on the Hub."""
     if push is not None:
         hub_token(push)
-    report = load_report(path)
+    report, store = load_report(path), store_from_environment()
+    store.prepare()
     done = promote(
         report,
         variant,
         judged=judge_again(path, rules=None),
         run_folder=path if path.is_dir() else path.parent,
-        store=store_from_environment(),
+        store=store,
         alias=alias,
         note=markdown(report),
     )
@@ -391,42 +395,7 @@ def track_run(path: Path) -> TrackResult:
     return track_report(report, folder=path if path.is_dir() else path.parent)
 
 
-# --- kinds, doctor ---------------------------------------------------------------------------------------
-
-
-def kinds_table(*, as_json: bool) -> str:
-    """Every plugin with its fields, their types and defaults."""
-    schemas = {
-        family: {
-            kind.model_fields["kind"].default: kind.model_json_schema() for kind in plugin_classes(package)
-        }
-        for family, package in PLUGIN_PACKAGES.items()
-    }
-    if as_json:
-        return json.dumps(schemas, indent=2)
-    lines = []
-    for family, kinds in schemas.items():
-        for name, schema in kinds.items():
-            lines.append(f"{family} {name}: {schema.get('description', '').splitlines()[0]}")
-            lines += [
-                f"    {field}: {_field_text(field, schema)}"
-                for field in schema["properties"]
-                if field != "kind"
-            ]
-    return "\n".join(lines)
-
-
-def _field_text(field: str, schema: dict[str, Any]) -> str:
-    described = schema["properties"][field]
-    options = (
-        described.get("enum") or [described["const"]] if "const" in described or "enum" in described else None
-    )
-    if options is None and "anyOf" in described:
-        options = [option.get("type", "object") for option in described["anyOf"]]
-    kind = " | ".join(str(option) for option in options) if options else described.get("type", "object")
-    if field in schema.get("required", ()):
-        return f"{kind} (must be given)"
-    return f"{kind} = {json.dumps(described.get('default'))}"
+# --- doctor ---------------------------------------------------------------------------------------------
 
 
 def examine_machine(*, engines_on: Path | None, stream: TextIO) -> Examination:

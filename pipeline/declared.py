@@ -72,6 +72,14 @@ def _gaps(entry: Mapping[str, Any], variant: VariantResults, recipe: Mapping[str
     yield from _speed_gaps(variant, recipe.get("speed"), recipe.get("workload"))
     if variant.quality is not None and isinstance(recipe.get("quality"), dict):
         yield from _quality_gaps(variant.name, variant.quality, recipe["quality"])
+        if variant.name == recipe.get("baseline") and _lacks_null_run(variant, recipe["quality"]):
+            yield f"{variant.name}: no null run, which the recipe asks for, so its noise isn't known"
+
+
+def _lacks_null_run(variant: VariantResults, asked: Mapping[str, Any]) -> bool:
+    """Without it rules judge as if there were no noise; a null run that failed is a failure of the quality stage."""
+    failed = any(failure.stage == "quality" for failure in variant.failures)
+    return asked.get("null_batch_size") is not None and variant.null_quality is None and not failed
 
 
 def _speed_gaps(variant: VariantResults, asked: Any, workload: Any) -> Iterator[str]:

@@ -40,6 +40,10 @@ def examine(*, store: Store, progress: Progress, engines_on: Path | None = None)
     store.
     """
     device = detect()
+    if engines_on is not None:
+        usable_pairs(
+            engines_on, device=device
+        )  # a folder that can't be used is told before anything is timed
     progress("measuring memory bandwidth and FLOP/s …")
     request = DeviceSpeedRequest(device=device.kind, dtypes=("float32", "bfloat16", "float16"))
     measured = run_stage(

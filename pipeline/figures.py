@@ -17,23 +17,23 @@ from pipeline.capacity_results import CapacityResult
 from pipeline.csv_text import csv_text
 from pipeline.distribution_results import DistributionResult
 from pipeline.measured import Distribution
-from pipeline.power_tables import group_scores
-from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.readings import rate_quartiles
+from pipeline.results import Report, VariantReport, VariantResults, told_apart
+from pipeline.scores import group_scores, score_interval
 from pipeline.serving_results import ServingRow
 from pipeline.speed_results import SpeedRow
-from pipeline.tracked_values import Z95, score_interval
+from pipeline.statistics import normal_interval
+from pipeline.tracked_values import percentile_name, speed_place
 from pipeline.values import Value
 
 Section = Literal["checkpoint", "memory", "speed", "serving", "capacity", "quality", "cost", "gate"]
-Spread = Literal["quartiles", "95 % interval", "counted", "unknown"]
-"""What `low` and `high` are; counted figures have none because they can't spread."""
+Spread = Literal["quartiles", "95 % interval", "bounds", "counted", "unknown"]
+"""What `low` and `high` are; `bounds` are a rule's own, counted figures have none because they can't spread."""
 
 COLUMNS = ("variant", "section", "metric", "unit", "value", "low", "high", "spread", "outcome")
 
 _UNITS = (
     ("_tokens_per_s", "tokens/s"),
-    ("_tokens_per_s_per_request", "tokens/s"),
-    ("_requests_per_s", "requests/s"),
     ("requests_per_s", "requests/s"),
     ("_million_output_tokens", "$/1M tokens"),
     ("_million_input_tokens", "$/1M tokens"),
@@ -156,13 +156,6 @@ def _speed(variant: VariantResults) -> Iterator[Figure]:
         yield from (one.model_copy(update={"outcome": outcome}) for one in figures)
 
 
-def speed_place(row: SpeedRow) -> str:
-    """A row's part of a metric's name: batch_8, pp512, pp2048_chunk256, tg64_d4096."""
-    if row.test == "batch":
-        return f"batch_{row.batch_size}"
-    return row.name.replace(" @ ", "_").replace(" in chunks of ", "_chunk")
-
-
 def _row_rates(row: SpeedRow, place: str) -> Iterator[Figure]:
     """Times with their quartiles, and rates with the quartiles of the times behind them."""
     prompts, step = row.batch_size * row.prompt_tokens, row.batch_size
@@ -184,12 +177,15 @@ def _row_rates(row: SpeedRow, place: str) -> Iterator[Figure]:
 def _rate(metric: str, rate: float, times: Distribution | None, tokens: int) -> Figure:
     """A rate with the quartiles of tokens ÷ time; one sample has none that tell anything."""
     figure = _alone("speed", metric, rate)
-    if times is None or len(times.samples) < 2 or min(times.samples) <= 0:
+    if times is None or len(times.samples) < 2:
         return figure
+    if min(*times.samples, times.lower_quartile, times.upper_quartile) <= 0:
+        return figure
+    low, high = rate_quartiles(times, tokens=tokens)
     return figure.model_copy(
         update={
-            "low": tokens / times.upper_quartile,
-            "high": tokens / times.lower_quartile,
+            "low": low,
+            "high": high,
             "spread": "quartiles",
             "samples": tuple(tokens / time for time in times.samples),
         }
@@ -215,7 +211,7 @@ def _served(row: ServingRow, place: str) -> Iterator[Figure]:
     for name in _SERVING_TIMES:
         times = getattr(row, name)
         for percentile in ("p50", "p90", "p99") if times is not None else ():
-            metric = f"{place}.{name.removesuffix('_s')}_{percentile}_s"
+            metric = f"{place}.{percentile_name(name, percentile)}"
             yield _alone("serving", metric, getattr(times, percentile))
     if row.goodput is not None:
         yield _alone("serving", f"{place}.goodput_requests_per_s", row.goodput.requests_per_s)
@@ -253,7 +249,10 @@ def _quality(variant: VariantResults) -> Iterator[Figure]:
         yield _counted("quality", f"{task}.documents", result.documents)
     for group, (metric, pooled) in group_scores(quality).items():
         yield _between(
-            "quality", f"{group}.{metric}", pooled.weighted, _normal(pooled.weighted, pooled.weighted_stderr)
+            "quality",
+            f"{group}.{metric}",
+            pooled.weighted,
+            normal_interval(pooled.weighted, pooled.weighted_stderr),
         )
     if quality.distribution is not None:
         yield from _distribution(quality.distribution)
@@ -265,12 +264,8 @@ def _distribution(result: DistributionResult) -> Iterator[Figure]:
         for name in names:
             value = getattr(source, name)
             if value is not None:
-                interval = _normal(value, getattr(source, f"{name}_stderr", None))
+                interval = normal_interval(value, getattr(source, f"{name}_stderr", None))
                 yield _between("quality", f"distribution.{name}", value, interval)
-
-
-def _normal(value: float, stderr: float | None) -> tuple[float, float] | None:
-    return None if stderr is None else (value - Z95 * stderr, value + Z95 * stderr)
 
 
 def _cost(variant: VariantResults) -> Iterator[Figure]:
@@ -308,15 +303,17 @@ def cost_figure(variant: VariantResults, metric: str, price: float, *, batch_siz
 
 def _findings(variant: VariantReport) -> Iterator[Figure]:
     """What each rule observed; its limit stands in the report."""
-    for finding in variant.findings:
+    names = told_apart([one.name.replace(" ", ".", 1) for one in variant.findings])
+    for name, finding in zip(names, variant.findings, strict=True):
         low, high = finding.interval or (None, None)
         yield Figure(
             section="gate",
-            metric=".".join(part for part in (finding.rule, finding.subject) if part),
+            metric=name,
             unit=finding.unit,
             value=finding.observed,
             low=low,
             high=high,
+            spread="bounds" if finding.interval else "unknown",
             outcome=finding.outcome,
         )
 

@@ -126,25 +126,33 @@ def judge_beside(
     """As `judge_all`, but each variant beside its namesake of an earlier run, the baseline too, which then counts.
 
     `earlier` holds what is known of each name, or why it can't be compared: then every finding is `missing`. Rules on
-    held text stay with this run's own baseline, because a distance is measured from it.
+    held text stay with this run's own baseline, because a distance is measured from it. Only baselines have null runs:
+    the noise of either run's is that of every comparison.
     """
     own, _, _ = judge_all(rules, baseline_name=baseline_name, variants=variants, missing=missing)
     baseline = next((variant for variant in variants if variant.name == baseline_name), None)
     labels = label_order(variants, baseline_name=baseline_name)
+    lacking = missing or {}
     gaps: tuple[str, ...] = (f"{baseline_name}: the baseline has no results",)
     if baseline is not None:
-        gaps = _gaps(baseline, rules=rules, variants=variants)
+        gaps = (*_gaps(baseline, rules=rules, variants=variants), *lacking.get(baseline_name, ()))
+    noisy = [one for one in (earlier.get(baseline_name), baseline) if isinstance(one, VariantResults)]
     reports = []
     for report, variant in zip(own, variants, strict=True):
         found = earlier.get(variant.name, f"the baseline run has no variant {variant.name}")
         verdict, findings = _beside(
-            rules, before=found, own=baseline, candidate=variant, labels=labels.get(variant.name, ())
+            rules,
+            before=found,
+            own=baseline,
+            noisy=noisy,
+            candidate=variant,
+            labels=labels.get(variant.name, ()),
         )
-        lacks = bool(gaps) or variant.name in (missing or {})
+        lacks = bool(gaps) or variant.name in lacking
         reports.append(
             report.model_copy(update={"verdict": "error" if lacks else verdict, "findings": findings})
         )
-    told = (*gaps, *(gap for some in (missing or {}).values() for gap in some))
+    told = (*gaps, *(gap for name, some in lacking.items() if name != baseline_name for gap in some))
     verdict = "error" if gaps else overall([report.verdict for report in reports if report.required])
     return tuple(reports), verdict, _because(rules, gaps=told, candidates=reports)
 
@@ -154,6 +162,7 @@ def _beside(
     *,
     before: VariantResults | str,
     own: VariantResults | None,
+    noisy: Sequence[VariantResults],
     candidate: VariantResults,
     labels: Sequence[Finding],
 ) -> tuple[Verdict, tuple[Finding, ...]]:
@@ -167,6 +176,8 @@ def _beside(
         if rule.quality_blocks and own is not None and candidate.name == own.name:
             continue  # its distance from itself
         told = rule.judge(baseline=baseline, candidate=candidate) if baseline else ()
+        for one in noisy:
+            told = tuple(rule.above_noise(finding, baseline=one) for finding in told)
         complete = complete and bool(told)
         found += told
     told_of = bool(found) or (own is not None and candidate.name == own.name)

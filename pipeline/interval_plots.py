@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from pipeline.inline_svg import FAINT, INK, inline_svg
 from pipeline.plot_marks import COLOURS, INKS, LABEL_POINTS
-from pipeline.report_findings import MARKS, concern, figure_text, interval_text, limit_text
+from pipeline.report_findings import (
+    MARKS,
+    Side,
+    concern,
+    figure_name,
+    figure_text,
+    interval_text,
+    limit_text,
+    side_of,
+)
 from pipeline.results import Finding, FindingOutcome, Report
 from pipeline.row_axes import mark_height, row_axes, rows_size_in
 
@@ -47,9 +56,14 @@ class MarginPlot:
         return self.first.limit
 
     @property
+    def side(self) -> Side:
+        """On which side of the limit a figure is allowed."""
+        return side_of(self.first)
+
+    @property
     def heading(self) -> str:
         """Rule and limit in words."""
-        return f"{self.rule.replace('_', ' ')}: {limit_text(self.first)}"
+        return f"{self._figure}: {limit_text(self.first)}"
 
     def svg(self) -> str:
         """The plot."""
@@ -85,13 +99,19 @@ class MarginPlot:
     @property
     def _label(self) -> str:
         unit = figure_text(0, self.first.unit).removeprefix("0").strip()
-        return f"{self.rule.partition('_')[2].replace('_', ' ')}{f', {unit}' if unit else ''}"
+        return f"{self._figure}{f', {unit}' if unit else ''}"
+
+    @property
+    def _figure(self) -> str:
+        return figure_name(self.first.model_copy(update={"subject": ""}))
 
     def _limits(self) -> tuple[float, float]:
         values = [self.limit, *(one.observed for _, one in self.rows if one.observed is not None)]
         values += [bound for _, one in self.rows for bound in one.interval or ()]
-        if self.rule.startswith("max_"):
+        if self.side != "at least":
             values.append(0.0)
+        if self.side == "within ±":
+            values.append(-self.limit)
         values = [value for value in values if math.isfinite(value)]
         low, high = min(values), max(values)
         room = 0.06 * (high - low or abs(high) or 1)
@@ -99,16 +119,19 @@ class MarginPlot:
 
     def _draw_limit(self, axes: Axes) -> None:
         low, high = axes.get_xlim()
-        at_most = self.rule.startswith("max_")
-        axes.axvspan(
-            *((self.limit, high) if at_most else (low, self.limit)), color=_FORBIDDEN, linewidth=0, zorder=0
-        )
+        at_least, both = self.side == "at least", self.side == "within ±"
+        forbidden = [(low, self.limit) if at_least else (self.limit, high)]
+        forbidden += [(low, -self.limit)] if both else []
+        for start, end in forbidden:
+            axes.axvspan(start, end, color=_FORBIDDEN, linewidth=0, zorder=0)
         axes.axvline(self.limit, color=INK, linewidth=1.2, linestyle="--", gid="limit")
-        if low < 0 < high and at_most:
+        if both:
+            axes.axvline(-self.limit, color=INK, linewidth=1.2, linestyle="--", gid="lower-limit")
+        if low < 0 < high and not at_least:
             axes.axvline(0, color=FAINT, linewidth=0.9, gid="no-change")
         at_left = (self.limit - low) / (high - low) > 0.5
         axes.annotate(
-            f"limit {figure_text(self.limit, self.first.unit)}",
+            f"limit {'±' if both else ''}{figure_text(self.limit, self.first.unit)}",
             (self.limit, 1),
             xycoords=("data", "axes fraction"),
             xytext=(-3 if at_left else 3, 4),
@@ -146,7 +169,7 @@ def margin_plots(report: Report) -> tuple[MarginPlot, ...]:
     for variant in report.variants:
         for finding in variant.findings:
             limit = finding.limit
-            if limit is not None and math.isfinite(limit) and concern(finding.rule) == "quality":
+            if limit is not None and math.isfinite(limit) and concern(finding) == "quality":
                 groups.setdefault((finding.rule, limit, finding.unit), []).append((variant.name, finding))
     seen = {key: rows for key, rows in groups.items() if any(one.observed is not None for _, one in rows)}
     return tuple(

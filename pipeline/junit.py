@@ -2,7 +2,8 @@
 
 `fail` is a failure, `missing` an error, `inconclusive` a skipped test. Findings of optional variants that don't pass
 are skipped tests, too, for they don't count. What ends a verdict without a finding (a stage that failed, a baseline
-that isn't complete) is a case of its own, so that a run which doesn't ship never looks green.
+that isn't complete) is a case of its own, so that a run which doesn't ship never looks green. No two cases of a suite
+share a name: of those GitLab shows the first only (docs.gitlab.com/ci/testing/unit_test_reports).
 
     write_atomically(folder / "junit.xml", junit_xml(report))
 
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.results import Finding, Report, VariantReport, Verdict
+from pipeline.results import Finding, Report, VariantReport, Verdict, told_apart
 
 Mark = Literal["failure", "error", "skipped"]
 
@@ -86,8 +87,8 @@ def _cases(variant: VariantReport) -> list[_Case]:
 
 
 def _finding(finding: Finding, *, required: bool) -> _Case:
-    name = f"{finding.rule} {finding.subject}".strip()
-    return _case(name, _MARKS[finding.outcome], finding.outcome, finding.because, required=required)
+    mark = _MARKS[finding.outcome]
+    return _case(finding.name, mark, finding.outcome, finding.because, required=required)
 
 
 def _case(name: str, mark: Mark | None, kind: str, message: str, *, required: bool) -> _Case:
@@ -115,9 +116,9 @@ def _suite(report: Report, name: str, cases: Sequence[_Case], *, seconds: float)
         time=f"{seconds:.3f}",
         timestamp=report.started_at.removesuffix("+00:00"),
     )
-    for case in cases:
+    for called, case in zip(told_apart([_clean(case.name) for case in cases]), cases, strict=True):
         element = ElementTree.SubElement(
-            suite, "testcase", name=_clean(case.name), classname=_clean(f"pipeline.{name}"), time="0.000"
+            suite, "testcase", name=called, classname=_clean(f"pipeline.{name}"), time="0.000"
         )
         if case.mark is not None:
             message = _clean(case.message)

@@ -9,16 +9,25 @@ them. Figures are those of the report, with their intervals; nothing is said tha
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from pipeline.measured import Distribution
-from pipeline.power_tables import group_scores
 from pipeline.promoted import registered_name
-from pipeline.results import Report, TaskResult, VariantReport
-from pipeline.text_table import figure_cell, markdown_table
+from pipeline.readings import engines_apart, rate_quartiles
+from pipeline.results import Report, VariantReport
+from pipeline.scores import (
+    VOID,
+    PairedScore,
+    group_scores,
+    paired_group,
+    paired_scores,
+    score_interval,
+    score_of,
+)
+from pipeline.text_table import figure_cell, markdown_line, markdown_table
 from pipeline.tracked_labels import run_key
-from pipeline.tracked_values import score_interval
 
 _HASHES_SHOWN = 40
 
@@ -39,11 +48,12 @@ def model_card(report: Report, variant: VariantReport, *, loading: str, recipe_t
             list(_figures(report, variant)),
             text_columns=("figure", variant.name, f"{report.baseline} (baseline)", "change"),
         ),
-        "Speed is the median of repeats with quartiles in brackets, a score has its 95 % interval in brackets.",
+        "Speed is the median of repeats with quartiles in brackets, a score has its 95 % interval in brackets; its "
+        "change is that on the documents that both answered.",
         "## Limits it was judged by",
         _findings(variant),
         "## What this doesn't say",
-        "\n".join(f"- {line}" for line in _limits(report, variant)),
+        "\n".join(f"- {markdown_line(line)}" for line in _limits(report, variant)),
         "## How to load it",
         loading,
         "## How it was made",
@@ -99,8 +109,10 @@ def _metadata(report: Report, variant: VariantReport) -> str:
 
 
 def _results(variant: VariantReport) -> Iterator[dict[str, Any]]:
-    """One entry a task, with every score that is finite."""
+    """One entry a task, with every score that is finite; a void task has none."""
     for name, task in variant.quality.tasks.items() if variant.quality else ():
+        if task.void is not None:
+            continue
         metrics = [
             {"type": metric, "name": metric, "value": score.score}
             for metric, score in task.metrics.items()
@@ -175,44 +187,49 @@ def _quartiles(times: Distribution | None, *, tokens: int) -> str:
     """Quartiles of a rate from those of the times behind it."""
     if times is None or times.lower_quartile <= 0:
         return ""
-    return f" [{tokens / times.upper_quartile:.4g}, {tokens / times.lower_quartile:.4g}]"
+    low, high = rate_quartiles(times, tokens=tokens)
+    return f" [{low:.4g}, {high:.4g}]"
 
 
 def _quality_figures(variant: VariantReport, baseline: VariantReport | None) -> Iterator[tuple[str, ...]]:
     if variant.quality is None:
         return
-    old = baseline.quality if baseline else None
+    old, paired = baseline.quality if baseline else None, paired_scores(variant, baseline=baseline)
     for name, task in variant.quality.tasks.items():
         metric = task.primary_metric
+        title = f"{name} {metric}, {task.documents} documents"
+        before = score_of(old.tasks.get(name), metric) if old else None
+        if task.void is not None:
+            yield title, f"{VOID}: {task.void}", figure_cell(before, ".4g"), "–"
+            continue
         interval = score_interval(task, metric)
         spread = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
-        yield _score_row(
-            f"{name} {metric}, {task.documents} documents",
-            _score(task, metric),
-            _score(old.tasks.get(name), metric) if old else None,
-            spread=spread,
-        )
+        yield _score_row(title, score_of(task, metric), before, paired.get((name, metric)), spread=spread)
     groups = group_scores(old) if old else {}
     for name, (metric, score) in group_scores(variant.quality).items():
         before = groups[name][1].weighted if name in groups else None
-        yield _score_row(f"{name} {metric}, {score.documents} documents", score.weighted, before)
+        both = paired_group(paired, variant.quality.groups[name], metric)
+        yield _score_row(f"{name} {metric}, {score.documents} documents", score.weighted, before, both)
 
 
-def _score(task: TaskResult | None, metric: str) -> float | None:
-    found = task.metrics.get(metric) if task else None
-    return found.score if found else None
-
-
-def _score_row(title: str, after: float | None, before: float | None, *, spread: str = "") -> tuple[str, ...]:
-    change = f"{after - before:+.4g}" if after is not None and before is not None else "–"
-    return title, f"{figure_cell(after, '.4g')}{spread}", figure_cell(before, ".4g"), change
+def _score_row(
+    title: str, after: float | None, before: float | None, both: PairedScore | None, *, spread: str = ""
+) -> tuple[str, ...]:
+    """The baseline's score and the change are of the documents that both answered, where the two compare."""
+    shown = figure_cell(both.before if both else before, ".4g")
+    return (
+        title,
+        f"{figure_cell(after, '.4g')}{spread}",
+        shown,
+        figure_cell(both.change if both else None, "+.4g"),
+    )
 
 
 # --- judgement and limits --------------------------------------------------------------------------------
 
 
 def _findings(variant: VariantReport) -> str:
-    rows = [(f"{one.rule} {one.subject}".strip(), one.outcome, one.because) for one in variant.findings]
+    rows = [(one.name, one.outcome, one.because) for one in variant.findings]
     return markdown_table(("rule", "outcome", "because"), rows, text_columns=("outcome", "because"))
 
 
@@ -226,6 +243,11 @@ def _limits(report: Report, variant: VariantReport) -> Iterator[str]:
             f"computing in {variant.speed.compute_dtype}: {variant.speed.execution}. Another machine, engine or prompt "
             "length gives other figures."
         )
+        if engines := engines_apart(report.variant(report.baseline), variant):
+            yield (
+                f"Ratios of speed are across engines, {engines} for {report.baseline}: they hold the engines' "
+                "difference, too."
+            )
     else:
         yield "Speed was not measured."
     if variant.quality:
@@ -256,7 +278,11 @@ def _making(report: Report, variant: VariantReport, recipe_text: str | None) -> 
         f"- made with {versions}",
     ]
     text = "\n".join(lines)
-    return text if recipe_text is None else f"{text}\n\n```yaml\n{recipe_text.strip()}\n```"
+    if recipe_text is None:
+        return text
+    # A recipe may hold such a fence itself, in a comment or a text.
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", f"`{recipe_text}")))
+    return f"{text}\n\n{fence}yaml\n{recipe_text.strip()}\n{fence}"
 
 
 def _files(variant: VariantReport) -> str:

@@ -52,7 +52,8 @@ def source_problems(loaded: LoadedRecipe) -> tuple[Problem, ...]:
     if model.weights == "random":
         return ()
     if not model.is_local:
-        return _hub_problems(model.id, model.revision)
+        meant = f"./{model.id}" if loaded.resolve(model.id).is_dir() else ""
+        return _hub_problems(model.id, model.revision, meant=meant)
     folder = loaded.resolve(model.id)
     if folder.exists() and not folder.is_dir():
         return (Problem(what=f"the model {folder} is not a folder", fix="name the folder it lies in"),)
@@ -132,7 +133,8 @@ def random_source_record(loaded: LoadedRecipe) -> SourceRecord:
     return SourceRecord(model=loaded.recipe.model.id, revision=loaded.recipe.model.revision, files=())
 
 
-def _hub_problems(model_id: str, revision: str | None) -> tuple[Problem, ...]:
+def _hub_problems(model_id: str, revision: str | None, *, meant: str = "") -> tuple[Problem, ...]:
+    """`meant` is how to write the folder of that name beside the recipe, where there is one."""
     if _cached_file(model_id, revision, "config.json") and _weights_cached(model_id, revision):
         return ()
     if hub_is_offline():
@@ -146,6 +148,8 @@ def _hub_problems(model_id: str, revision: str | None) -> tuple[Problem, ...]:
         f"run `hf download {model_id}` where the hub can be reached and set HF_HOME to that cache, "
         "or name a local folder"
     )
+    if meant:
+        fix = f"did you mean the folder beside the recipe? write model: {meant}; else {fix}"
     return (
         Problem(
             what=f"the weights of {model_id} are not in the local cache and can't be fetched: {reason}",

@@ -80,33 +80,47 @@ def above_noise(
     become inconclusive. `metric` is the judged one, None the task's primary. The finding counts points or percent;
     it is about the documents of all `tasks` where a group is judged as one.
     """
-    if finding.outcome not in ("pass", "fail") or finding.observed is None or finding.limit is None:
+    if finding.outcome not in ("pass", "fail"):
         return finding
     try:
-        noise = _pooled([_noise_of(task, baseline, metric) for task in tasks or (finding.subject,)])
+        noises = [_noise_of(task, baseline, metric) for task in tasks or (finding.subject,)]
     except UnmeasuredError as error:
         return finding.model_copy(update={"outcome": "missing", "because": str(error)})
-    if noise is None:
+    return above_known_noise(finding, [noise for noise in noises if noise is not None])
+
+
+def above_known_noise(finding: Finding, noises: Sequence[TaskNoise]) -> Finding:
+    """As `above_noise`, by the noise of each task that the finding is about; unchanged without any."""
+    if not noises or finding.observed is None or finding.limit is None:
         return finding
-    told = f"{noise.floor_percent:.2g} {finding.unit} by the null run at another batch size"
-    if finding.outcome == "fail" and finding.observed <= noise.floor_percent:
-        reason = f"but the noise floor is {told}, so no regression can be claimed"
-    elif finding.outcome == "pass" and finding.limit <= noise.floor_percent:
-        reason = f"but the noise floor is {told}, so the limit can't be shown to be kept"
+    floor = _pooled(noises).floor_percent
+    told = f"the noise floor is {floor:.2g} {finding.unit} by the null run at another batch size"
+    return above_floor(finding, loss=finding.observed, allowed=finding.limit, floor=floor, told=told)
+
+
+def above_floor(finding: Finding, *, loss: float, allowed: float, floor: float, told: str) -> Finding:
+    """`finding` of a loss against what is allowed, inconclusive where what it claims isn't larger than the noise.
+
+    `loss`, `allowed` and the noise `floor` are in one unit; `told` says the floor.
+    """
+    if finding.outcome == "fail" and loss <= floor:
+        reason = "no regression can be claimed"
+    elif finding.outcome == "pass" and allowed <= floor:
+        reason = "the limit can't be shown to be kept"
     else:
         return finding
-    return finding.model_copy(update={"outcome": "inconclusive", "because": f"{finding.because}; {reason}"})
+    because = f"{finding.because}; but {told}, so {reason}"
+    return finding.model_copy(update={"outcome": "inconclusive", "because": because})
 
 
-def _pooled(noises: Sequence[TaskNoise | None]) -> TaskNoise | None:
-    """The noise of several tasks' documents together; None without a null run."""
-    known = [noise for noise in noises if noise is not None]
-    if len(known) < 2:
-        return known[0] if known else None
-    count = sum(noise.documents for noise in known)
-    drift = math.fsum(noise.documents * noise.difference for noise in known) / count
-    by_chance = math.sqrt(math.fsum((noise.documents * noise.floor) ** 2 for noise in known)) / count
-    return known[0].model_copy(update={"difference": drift, "floor": max(abs(drift), by_chance)})
+def _pooled(noises: Sequence[TaskNoise]) -> TaskNoise:
+    """The noise of the documents of at least one task together."""
+    if len(noises) == 1:
+        return noises[0]
+    count = sum(noise.documents for noise in noises)
+    drift = math.fsum(noise.documents * noise.difference for noise in noises) / count
+    by_chance = math.sqrt(math.fsum((noise.documents * noise.floor) ** 2 for noise in noises)) / count
+    return noises[0].model_copy(update={"difference": drift, "floor": max(abs(drift), by_chance)})
 
 
 def _noise_of(subject: str, baseline: VariantResults, metric: str | None) -> TaskNoise | None:

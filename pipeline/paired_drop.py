@@ -12,16 +12,8 @@ from collections.abc import Sequence
 
 from pipeline.paired_margin import MarginP, margin_p
 from pipeline.results import Power
-from pipeline.statistics import (
-    Flips,
-    bounded_mean_interval,
-    detectable_drop,
-    documents_for_distance,
-    documents_to_decide,
-    mcnemar_exact_p,
-    paired_flips,
-    tango_interval,
-)
+from pipeline.sample_sizes import detectable_drop, documents_for_distance, documents_to_decide
+from pipeline.statistics import Flips, bounded_mean_interval, mcnemar_exact_p, paired_flips, tango_interval
 from pipeline.values import Value
 
 Pairs = Sequence[tuple[float, float]]

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.comparison import UnmeasuredError, usable_number
+from pipeline.comparison import UnmeasuredError
 from pipeline.pick_results import Pick, Preference, Trade
-from pipeline.quality_change import QualityChange, quality_change
-from pipeline.readings import Reading, rate
+from pipeline.quality_change import QualityChange, shared_changes
+from pipeline.readings import Reading, price, rate, smallest_batch
 from pipeline.results import VariantReport
 
 _WORDS: dict[Preference, str] = {
@@ -79,11 +79,11 @@ def pick_variant(variants: Sequence[VariantReport], *, baseline_name: str, prefe
     shipping = [variant for variant in variants if variant.verdict == "ship" and variant is not baseline]
     if baseline is None or not shipping:
         return Pick(prefer=prefer, variant=None, because="no candidate ships")
-    changes = {variant.name: quality_change(variant, baseline=baseline) for variant in shipping}
-    unit = next((change.unit for change in changes.values() if change is not None), None)
-    size = _first_batch_size(baseline)
+    changes = shared_changes(shipping, baseline=baseline)
+    unit = next((change.unit for change in changes.values()), None)
+    size = smallest_batch(variants)
     candidates = [
-        _candidate(variant, change=changes[variant.name], unit=unit, batch_size=size) for variant in shipping
+        _candidate(variant, change=changes.get(variant.name), batch_size=size) for variant in shipping
     ]
     picked = _by_preference(candidates, prefer) if prefer else _no_preference(candidates)
     trades = tuple(_trade(candidate, candidates) for candidate in candidates)
@@ -146,21 +146,14 @@ def _trade(candidate: _Candidate, candidates: Sequence[_Candidate]) -> Trade:
 # --- the scales ------------------------------------------------------------------------------------------
 
 
-def _candidate(
-    variant: VariantReport, *, change: QualityChange | None, unit: str | None, batch_size: int | None
-) -> _Candidate:
+def _candidate(variant: VariantReport, *, change: QualityChange | None, batch_size: int | None) -> _Candidate:
     return _Candidate(
         variant=variant,
         speed=_speed(variant, batch_size),
         memory=_memory(variant),
-        quality=_quality(change) if change is not None and change.unit == unit else None,
+        quality=None if change is None else _quality(change),
         price=_price(variant),
     )
-
-
-def _first_batch_size(baseline: VariantReport) -> int | None:
-    rows = baseline.speed.of("batch") if baseline.speed else ()
-    return rows[0].batch_size if rows else None
 
 
 def _reading(variant: VariantReport, batch_size: int | None) -> Reading | None:
@@ -196,19 +189,16 @@ def _quality(change: QualityChange) -> _Scale:
 
 def _price(variant: VariantReport) -> _Scale | None:
     """$/1M output tokens, with the spread of the rate that it comes from."""
-    cost = variant.cost
-    reading = _reading(variant, cost.batch_size if cost else None)
-    if cost is None or reading is None:
-        return None
     try:
-        price = usable_number(cost.dollars_per_million_output_tokens, "price")
+        reading = price(variant)
     except UnmeasuredError:
         return None
-    slow, fast = reading.interval or (reading.value, reading.value)
+    assert variant.cost is not None, "price has looked"
+    low, high = reading.interval or (reading.value, reading.value)
     return _Scale(
-        value=price,
-        low=price * reading.value / fast,
-        high=price * reading.value / slow,
-        text=f"${price:.4g} at batch size {cost.batch_size}",
+        value=reading.value,
+        low=low,
+        high=high,
+        text=f"${reading.value:.4g} at batch size {variant.cost.batch_size}",
         less_is_better=True,
     )

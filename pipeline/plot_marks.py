@@ -39,8 +39,19 @@ LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 0.75, 0.3, 0.15, 0.55
 
 def short(text: str) -> str:
     """A name as a figure has room for it."""
-    text = printable(text)
-    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
+    return both_ends(printable(text), LONGEST_LABEL)
+
+
+def both_ends(text: str, most: int) -> str:
+    """At most so many characters; names of one family differ at their ends, so that both are kept.
+
+    >>> both_ends("int4-awq-group-128-symmetric, batch 64", 24)
+    'int4-awq-gr…ic, batch 64'
+    """
+    if len(text) <= most:
+        return text
+    tail = (most - 1) // 2 + 1 if most > 1 else 0
+    return f"{text[: most - 1 - tail]}…{text[-tail:] if tail else ''}"
 
 
 def colour_of(index: int) -> str:
@@ -82,6 +93,11 @@ class Labels:
         across, up = self._axes.transData.transform((x, y))
         left = across - radius_points - left_points
         self._taken.append((left, up - radius_points, across + radius_points, up + radius_points))
+
+    def keep_line_clear(self, y: float) -> None:
+        """No text comes over the horizontal line at y."""
+        _, up = self._axes.transData.transform((1, y))
+        self._taken.append((self._axes.bbox.x0, up - 1, self._axes.bbox.x1, up + 1))
 
     def place(self, x: float, y: float, text: str, *, colour: str) -> bool:
         """Write `text` beside the point; False where there is no room."""
@@ -205,11 +221,16 @@ def _kind_handle(kind: str) -> Line2D:
 
 
 def plain_ticks(axis: Axis, limits: tuple[float, float], form: Callable[[float], str]) -> None:
-    """Ticks of a logarithmic axis at powers of ten, and at 2 and 5 of each where few are in sight."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    """Ticks of a logarithmic axis at powers of ten, and at 2 and 5 of each where few are in sight.
 
-    few = limits[1] / limits[0] < 500
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if few else (1,), numticks=20))
+    Within a factor of five, where less than three of those may be, ticks are evenly apart.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    span = limits[1] / limits[0]
+    subs = (1, 2, 5) if span < 500 else (1,)
+    spread = LogLocator(base=10, subs=subs, numticks=20) if span > 5 else MaxNLocator(6, steps=[1, 2, 5, 10])
+    axis.set_major_locator(spread)
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
     axis.set_minor_locator(NullLocator())
 

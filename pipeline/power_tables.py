@@ -5,10 +5,8 @@ print(groups_markdown(report), power_markdown(report))
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pipeline.results import QualityResult, Report
-from pipeline.statistics import GroupScore, group_score
+from pipeline.results import Report
+from pipeline.scores import group_scores
 from pipeline.text_table import markdown_table
 
 _GROUPS = (
@@ -45,26 +43,6 @@ def groups_markdown(report: Report) -> str:
         for name, (metric, score) in group_scores(variant.quality).items()
     ]
     return f"### Groups\n\n{markdown_table(_GROUPS, rows, text_columns=('group', 'metric'))}" if rows else ""
-
-
-def group_scores(quality: QualityResult) -> dict[str, tuple[str, GroupScore]]:
-    """Metric and score of each group whose tasks were all answered and share their primary metric."""
-    return {name: (metric, score) for name, metric, score in _scored_groups(quality)}
-
-
-def _scored_groups(quality: QualityResult) -> Iterator[tuple[str, str, GroupScore]]:
-    for name, tasks in quality.groups.items():
-        results = [quality.tasks[task] for task in tasks if task in quality.tasks]
-        metrics = {result.primary_metric for result in results}
-        if not results or len(results) < len(tasks) or len(metrics) > 1:
-            continue
-        (metric,) = metrics
-        found = [result.metrics.get(metric) for result in results]
-        scores = [one.score for one in found if one is not None and one.score is not None]
-        if len(scores) == len(results):
-            stderrs = [one.stderr if one else None for one in found]
-            documents = [result.documents for result in results]
-            yield name, metric, group_score(scores, documents=documents, stderrs=stderrs)
 
 
 def power_markdown(report: Report) -> str:

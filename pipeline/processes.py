@@ -23,6 +23,7 @@ from pipeline.alternation import TurnResult
 from pipeline.errors import StageError
 from pipeline.speed_results import SpeedShape
 from pipeline.stages import Progress, SpeedOpened, SpeedQuestion, SpeedRequest
+from pipeline.store import telling_of_full_disk
 from pipeline.values import AnyValue, Value
 
 _Reason = Literal["failed", "out_of_memory"]
@@ -42,7 +43,7 @@ class Worker:
     """A running worker process; use it in a `with` block, which ends the process in every case."""
 
     def __init__(self, stage: str, request: Value, *, log: Path) -> None:
-        """Raises WorkerError when the system lets no process, log or temporary file be made."""
+        """Raises StageError when the system lets no process, log or temporary file be made."""
         self._log = log
         with contextlib.ExitStack() as undo:
             try:
@@ -59,7 +60,7 @@ class Worker:
     def _start(self, stage: str, request: Value) -> subprocess.Popen[str]:
         request_path = self.result_path.with_name("request.json")
         request_path.write_text(request.to_json(), encoding="utf-8")
-        with self._log.open("a", encoding="utf-8") as log_file:
+        with telling_of_full_disk(self._log), self._log.open("a", encoding="utf-8") as log_file:
             log_file.write(f"=== {stage}\n")
             log_file.flush()
             self._log_start = log_file.tell()

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from pipeline.comparison import UnmeasuredError
 from pipeline.errors import UsageError
+from pipeline.null_run import TaskNoise, null_noise
 from pipeline.results import Report, VariantReport, VariantResults
 from pipeline.store import Store, write_atomically
 from pipeline.values import Value
@@ -32,7 +34,8 @@ class Promoted(Value):
     """A promoted variant: version `version` of the registered model `name`, and what was measured of it.
 
     `run_key` is the report's (see `tracked_labels.run_key`). `machine` is the fingerprint of the machine that its speed
-    belongs to, None where the report has none.
+    belongs to, None where the report has none. `noise` is what the null run of its run's baseline showed, empty without
+    one, None in records from before it was kept.
     """
 
     format_version: Literal[1] = 1
@@ -44,6 +47,14 @@ class Promoted(Value):
     run_key: str
     machine: str | None
     results: VariantResults
+    noise: tuple[TaskNoise, ...] | None = None
+
+
+class PromotedBefore(Value):
+    """The last promoted version under each alias that has one; `not_asked` says why the registry wasn't asked."""
+
+    versions: dict[Alias, Promoted] = Field(default_factory=dict)
+    not_asked: str = ""
 
 
 def registered_name(*, recipe: str, model: str | None) -> str:
@@ -69,6 +80,15 @@ def promoted_results(variant: VariantReport) -> VariantResults:
     return VariantResults(**kept)
 
 
+def promoted_noise(report: Report) -> tuple[TaskNoise, ...] | None:
+    """The noise of the baseline's null run, empty without one; None where its two runs can't be compared."""
+    baseline = report.variant(report.baseline)
+    try:
+        return null_noise(baseline) if baseline is not None else ()
+    except UnmeasuredError:
+        return None
+
+
 def keep_promoted(store: Store, promoted: Promoted) -> Path:
     """Make it the last one promoted under its alias."""
     path = _path(store, promoted.name, promoted.alias)
@@ -77,7 +97,7 @@ def keep_promoted(store: Store, promoted: Promoted) -> Path:
 
 
 def last_promoted(store: Store, *, recipe: str, model: str | None) -> dict[Alias, Promoted]:
-    """The last promoted version under each alias that has one. Raises UsageError for a file that is none."""
+    """What this store saw promoted last under each alias. Raises UsageError for a file that is no promotion."""
     name = registered_name(recipe=recipe, model=model)
     found: dict[Alias, Promoted] = {}
     for alias in ALIASES:
@@ -90,11 +110,6 @@ def last_promoted(store: Store, *, recipe: str, model: str | None) -> dict[Alias
             told = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
             raise UsageError(f"{path}: no promoted version of this release: {told}; promote again") from None
     return found
-
-
-def promoted_before(store: Store, report: Report) -> dict[Alias, Promoted]:
-    """`last_promoted` for a report's recipe and model."""
-    return last_promoted(store, recipe=report.recipe, model=report.model_id)
 
 
 def _path(store: Store, name: str, alias: Alias) -> Path:

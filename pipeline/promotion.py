@@ -32,12 +32,20 @@ from pipeline.errors import (
     UsageError,
 )
 from pipeline.model_card import model_card
-from pipeline.promoted import Alias, Promoted, keep_promoted, machine_of, promoted_results, registered_name
+from pipeline.promoted import (
+    Alias,
+    Promoted,
+    keep_promoted,
+    machine_of,
+    promoted_noise,
+    promoted_results,
+    registered_name,
+)
 from pipeline.provenance import host_digest
 from pipeline.recipe_sections import AnyQuantizer
 from pipeline.results import CheckpointManifest, Report, VariantReport, Verdict
 from pipeline.store import Store, write_atomically
-from pipeline.tracked_labels import run_key
+from pipeline.tracked_labels import promotion_key, run_key
 from pipeline.tracked_values import LONGEST_TAG, legal_name, shortened, variant_metrics
 from pipeline.tracking import track
 from pipeline.tracking_store import (
@@ -54,7 +62,7 @@ from pipeline.tracking_store import (
     stop_between_calls,
     tracking_store,
 )
-from pipeline.values import Value, digest
+from pipeline.values import Value
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -150,12 +158,13 @@ def promote(
                 manifest=manifest,
                 alias=alias,
             )
+            # Under the same lock: of two promotions at once the last one holds the alias in both places.
+            record = _keep(store, _record(report, variant, done))
     except expected_errors() as error:
         said = redact(" ".join(str(error).split()), uri=place.uri)[:600] or type(error).__name__
         raise StageError(
             f"nothing was promoted; MLflow at {place.shown}: {said}; promote again later"
         ) from None
-    record = keep_promoted(store, _record(report, variant, done))
     return done.model_copy(update={"card": str(card), "record": str(record)})
 
 
@@ -206,11 +215,7 @@ def _reasons(variant: VariantReport | None) -> str:
     """What stands in the way, in a few sentences."""
     if variant is None:
         return ""
-    found = [
-        f"{one.rule} {one.subject}".strip() + f" {one.outcome}: {one.because}"
-        for one in variant.findings
-        if one.outcome != "pass"
-    ]
+    found = [f"{one.name} {one.outcome}: {one.because}" for one in variant.findings if one.outcome != "pass"]
     found += [f"{one.stage} {one.reason}: {one.message}" for one in variant.failures]
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -252,8 +257,22 @@ def _write_card(report: Report, variant: VariantReport, *, folder: Path, run_fol
     recipe = run_folder / "recipe.yaml"
     text = recipe.read_text("utf-8", errors="replace") if recipe.is_file() else None
     card = folder / CARD_NAME
-    write_atomically(card, model_card(report, variant, loading=quantizer.loading, recipe_text=text))
+    try:
+        write_atomically(card, model_card(report, variant, loading=quantizer.loading, recipe_text=text))
+    except OSError as error:
+        raise StageError(f"nothing was promoted: {card} can't be written ({error.strerror})") from None
     return card
+
+
+def _keep(store: Store, promoted: Promoted) -> Path:
+    """Raises StageError that says what is registered already."""
+    try:
+        return keep_promoted(store, promoted)
+    except (OSError, StageError) as error:
+        raise StageError(
+            f"{promoted.name} version {promoted.version} is {promoted.alias} in the registry, but the store couldn't "
+            f"keep its results for no_regression: {error}; promote again"
+        ) from None
 
 
 def _record(report: Report, variant: VariantReport, done: Promotion) -> Promoted:
@@ -266,6 +285,7 @@ def _record(report: Report, variant: VariantReport, done: Promotion) -> Promoted
         run_key=run_key(report),
         machine=machine_of(report.provenance),
         results=promoted_results(variant),
+        noise=promoted_noise(report),
     )
 
 
@@ -285,7 +305,7 @@ def _register(
     """The version of this report, variant and checkpoint, added unless it is there, with the alias on it."""
     name = registered_name(recipe=report.recipe, model=report.model_id)
     run_id = _variant_run(registry, parent_run_id, variant.name)
-    key = digest([run_key(report), variant.name, manifest.content_digest()])
+    key = promotion_key(report, variant.name, manifest.content_digest())
     version = _version_of(registry, name, key=key)
     added = version is None
     if version is None:
@@ -410,9 +430,7 @@ def _version_tags(
 
 
 def _description(report: Report, variant: VariantReport, folder: Path) -> str:
-    findings = "\n".join(
-        f"- {f'{one.rule} {one.subject}'.strip()}: {one.because}" for one in variant.findings
-    )
+    findings = "\n".join(f"- {one.name}: {one.because}" for one in variant.findings)
     return shortened(
         f"**{variant.name}** of `{report.recipe}`, measured {report.started_at[:10]}: {variant.verdict}.\n\n"
         f"{findings}\n\nFiles: `{folder}`, hashes in `{FOLDER}/{MANIFEST_NAME}` of the run.",

@@ -5,21 +5,20 @@ at different documents compare with what the baseline said of the same ones.
 
     change = quality_change(candidate, baseline=baseline)
     change.value, change.unit
+    changes = shared_changes(candidates, baseline=baseline)  # all in one unit
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task, metric_pairs
 from pipeline.paired_drop import paired_drop
 from pipeline.results import QualityResult, VariantResults
-from pipeline.statistics import paired_bootstrap
+from pipeline.statistics import Z95, normal_interval, paired_bootstrap
 from pipeline.values import Value
 
-Z95 = 1.959963984540054
-"""Quantile of the normal distribution that 95 % lie within, on both sides."""
 SCORES = "points of score, mean of tasks"
 TASK_PERPLEXITY = "% less perplexity per token"
 HELD_PERPLEXITY = "% less perplexity per token of the held text"
@@ -36,20 +35,38 @@ class QualityChange(Value):
 
 def quality_change(candidate: VariantResults, *, baseline: VariantResults) -> QualityChange | None:
     """None where the two can't be compared, or nothing was measured that tells of quality."""
+    return next(_changes(candidate, baseline), None)
+
+
+def shared_changes(
+    candidates: Sequence[VariantResults], *, baseline: VariantResults, by_perplexity: bool = False
+) -> dict[str, QualityChange]:
+    """By variant, all in the unit that most of them have; of two units that as many have, that of scores.
+
+    A variant without a figure in that unit has none. `by_perplexity` leaves scores out: perplexity tells of smaller
+    changes.
+    """
+    found = {
+        one.name: {change.unit: change for change in _changes(one, baseline)}
+        for one in candidates
+        if one is not baseline
+    }
+    units = (
+        (TASK_PERPLEXITY, HELD_PERPLEXITY) if by_perplexity else (SCORES, TASK_PERPLEXITY, HELD_PERPLEXITY)
+    )
+    unit = max(units, key=lambda one: sum(one in changes for changes in found.values()))
+    return {name: changes[unit] for name, changes in found.items() if unit in changes}
+
+
+def _changes(candidate: VariantResults, baseline: VariantResults) -> Iterator[QualityChange]:
+    """Scores first, because they are what a model is for."""
     try:
         before, after = comparable_quality(baseline, candidate)
     except UnmeasuredError:
-        return None
-    return _scores(before, after) or _task_perplexity(before, after) or _held_perplexity(after)
-
-
-def perplexity_change(candidate: VariantResults, *, baseline: VariantResults) -> QualityChange | None:
-    """The same by perplexity alone, which tells of smaller changes than scores do; None as `quality_change`."""
-    try:
-        before, after = comparable_quality(baseline, candidate)
-    except UnmeasuredError:
-        return None
-    return _task_perplexity(before, after) or _held_perplexity(after)
+        return
+    for change in (_scores(before, after), _task_perplexity(before, after), _held_perplexity(after)):
+        if change is not None:
+            yield change
 
 
 def _scores(before: QualityResult, after: QualityResult) -> QualityChange | None:
@@ -132,11 +149,12 @@ def _held_perplexity(after: QualityResult) -> QualityChange | None:
     distance = after.distribution.distance if after.distribution else None
     if distance is None:
         return None
-    ratio, error = distance.log_perplexity_ratio, distance.log_perplexity_ratio_stderr
+    ratio = distance.log_perplexity_ratio
+    low, high = normal_interval(ratio, distance.log_perplexity_ratio_stderr) or (None, None)
     return QualityChange(
         value=_fall(ratio),
-        low=None if error is None else _fall(ratio + Z95 * error),
-        high=None if error is None else _fall(ratio - Z95 * error),
+        low=None if high is None else _fall(high),
+        high=None if low is None else _fall(low),
         unit=HELD_PERPLEXITY,
     )
 

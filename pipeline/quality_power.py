@@ -13,8 +13,8 @@ from pipeline.plan_values import QualityPlan, TaskSizes
 from pipeline.recipe import ExpandedRecipe
 from pipeline.results import Report
 from pipeline.rules.max_quality_drop import MaxQualityDrop
+from pipeline.sample_sizes import documents_to_detect
 from pipeline.sequential import last_confidence
-from pipeline.statistics import documents_to_detect
 
 ASSUMED_FLIP_RATE = 0.05
 """Share of answers that quantizing is taken to flip before anything is measured."""

@@ -9,6 +9,8 @@ this machine could serve, raises `UnmeasuredError`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal
 
 from pipeline.comparison import (
@@ -21,6 +23,7 @@ from pipeline.comparison import (
 )
 from pipeline.measured import Distribution
 from pipeline.results import VariantResults
+from pipeline.roofline import dollars_per_million_tokens
 from pipeline.speed_results import SpeedRow
 from pipeline.values import Value
 
@@ -58,9 +61,74 @@ def rate(variant: VariantResults, *, batch_size: int, metric: RateMetric) -> Rea
     return Reading(
         value=value,
         what=f"{metric} at batch size {batch_size}: {value:.4g} tok/s",
-        interval=(tokens / times.upper_quartile, tokens / times.lower_quartile),
+        interval=rate_quartiles(times, tokens=tokens),
         noisy=row.noisy,
     )
+
+
+def price(variant: VariantResults, *, batch_size: int | None = None) -> Reading:
+    """Dollars for a million output tokens at the decode rate of a batch size, by default the one that decodes fastest.
+
+    Raises UnmeasuredError for a stored price that isn't the one that the rate and the price of an hour come to, too.
+    """
+    cost = variant.cost
+    if cost is None:
+        raise UnmeasuredError(f"{variant.name}: no price was worked out; give cost.dollars_per_hour")
+    hour = usable_number(cost.dollars_per_hour, f"{variant.name}: price of the machine in $/h")
+    size = batch_size or cost.batch_size
+    if size is None:
+        raise UnmeasuredError(f"{variant.name}: no decode rate was measured, so no token has a price")
+    decode = rate(variant, batch_size=size, metric="decode")
+    assert decode.interval is not None, "rates have quartiles"
+    value, low, high = (
+        dollars_per_million_tokens(tokens_per_s, dollars_per_hour=hour)
+        for tokens_per_s in (decode.value, *reversed(decode.interval))
+    )
+    if size == cost.batch_size:
+        _refuse_other_price(
+            cost.dollars_per_million_output_tokens, value, f"{variant.name} at batch size {size}"
+        )
+    return Reading(
+        value=value,
+        what=f"${value:.4g} for a million output tokens at batch size {size} ({decode.value:.4g} tok/s, ${hour:g} an "
+        "hour)",
+        interval=(low, high),
+        noisy=decode.noisy,
+    )
+
+
+def _refuse_other_price(told: float | None, price: float, where: str) -> None:
+    if told is None or not math.isclose(told, price, rel_tol=1e-6):
+        raise UnmeasuredError(
+            f"{where}: implausible, ${told} is stored for a million output tokens, the rate and the price of an hour "
+            f"come to ${price:.6g}"
+        )
+
+
+def rate_quartiles(times: Distribution, *, tokens: int) -> tuple[float, float]:
+    """Quartiles of the rate of `tokens` in such times, all of which are above 0."""
+    return tokens / times.upper_quartile, tokens / times.lower_quartile
+
+
+def decode_rate(variant: VariantResults | None, batch_size: int | None) -> float | None:
+    """Tokens a second of the whole batch; None where it wasn't measured, or is void.
+
+    For showing: unlike `rate` it believes what the file says, the interval and the times behind it aren't looked at.
+    """
+    row = variant.speed.row(batch_size) if variant and variant.speed and batch_size is not None else None
+    return row.decode_tokens_per_s if row is not None and row.outcome == "measured" else None
+
+
+def smallest_batch(variants: Iterable[VariantResults]) -> int | None:
+    """The smallest batch of the workload that was run: one stream's speed, where it holds 1."""
+    sizes = [row.batch_size for one in variants if one.speed for row in one.speed.of("batch")]
+    return min(sizes, default=None)
+
+
+def engines_apart(baseline: VariantResults | None, candidate: VariantResults) -> str:
+    """Both engines where they differ, "" where not: a ratio across them holds the engines' difference, too."""
+    engines = [one.speed.engine if one and one.speed else None for one in (candidate, baseline)]
+    return "" if None in engines or engines[0] == engines[1] else f"{engines[0]} against {engines[1]}"
 
 
 def latency(variant: VariantResults, *, batch_size: int, percentile: Percentile) -> Reading:

@@ -88,7 +88,9 @@ def _precision_faults(data: dict[str, Any], known: Sequence[str]) -> Found:
     lowered = []
     for index, name in enumerate(named):
         if not isinstance(name, str) or name.lower() not in known:
-            yield ("precisions", index), f"{shown(name)} is not a precision{nearest(str(name), known)}"
+            said = nearest(str(name), known)
+            more = "" if "did you mean" in said else "; other formats have quantizers: use 'variants'"
+            yield ("precisions", index), f"{shown(name)} is not a precision{said}{more}"
         elif name.lower() in lowered:
             yield ("precisions", index), f"{name!r} stands twice"
         lowered.append(str(name).lower())

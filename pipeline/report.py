@@ -14,20 +14,22 @@ from pipeline.capacity_tables import capacity_markdown, capacity_notes
 from pipeline.distribution_tables import distribution_markdown
 from pipeline.judgement import judge_run
 from pipeline.pick_tables import pick_markdown, pick_text
-from pipeline.power_tables import group_scores
 from pipeline.quality_tables import documents_cell, quality_markdown
+from pipeline.readings import decode_rate, engines_apart, smallest_batch
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
 from pipeline.reconciliation import HEADER, TEXT_COLUMNS, table_rows
-from pipeline.results import QualityResult, Report, TaskResult, VariantReport, VariantResults
+from pipeline.results import QualityResult, Report, VariantReport, VariantResults
 from pipeline.rules.base import Rule
+from pipeline.scores import VOID, group_scores, has_void, shown_metric
 from pipeline.serving_tables import serving_markdown, serving_notes
 from pipeline.speed_columns import speed_markdown
 from pipeline.speed_results import DeviceSpeed, SpeedRow
 from pipeline.speed_tables import length_tables, sweep_notes
 from pipeline.stored_reports import StoredRun
-from pipeline.text_table import figure_cell, markdown_table, text_table
+from pipeline.text_table import figure_cell, markdown_line, markdown_table, text_table
 
-TOKEN_PERPLEXITY = "token_perplexity"
+ON_DISK, ACROSS = "‡", "†"
+"""Marks of cells: bytes of files, where none in memory were measured; a ratio of two engines' speeds."""
 _MARK = {"pass": "ok", "fail": "FAIL", "inconclusive": "undecided", "missing": "MISSING"}
 
 
@@ -90,7 +92,8 @@ def comparison_rows(report: Report) -> tuple[list[str], list[list[str]]]:
     )
     header = ["variant", "verdict", "weights MB", "mem ×", "bits/w", "TTFT ms"]
     header += [f"tok/s b{size}" for size in sizes]
-    header += [f"speed × b{sizes[0]}"] if sizes else []
+    least = smallest_batch(report.variants)
+    header += [f"speed × b{least}"] if sizes else []
     header += ["max seqs", *(_task_title(report, task) for task in tasks)]
     rows = []
     for variant in report.variants:
@@ -116,41 +119,40 @@ def _verdict_cell(variant: VariantReport, report: Report) -> str:
 
 
 def _memory_cells(variant: VariantReport, baseline: VariantReport | None) -> list[str]:
-    shown = _resident(variant) or _on_disk(variant)
-    ratio = _ratio(_resident(variant), _resident(baseline)) or _ratio(_on_disk(variant), _on_disk(baseline))
+    """Resident weights; where those weren't measured the bytes on disk, which are marked."""
+    held, mark = [_resident(one) for one in (variant, baseline)], ""
+    if held[0] is None:
+        held, mark = [_on_disk(one) for one in (variant, baseline)], ON_DISK
+    shown, base = held
     return [
-        figure_cell(shown / 1e6 if shown else None, ".1f"),
-        figure_cell(ratio, ".2f"),
+        figure_cell(shown / 1e6, ".1f") + mark if shown else "–",
+        figure_cell(shown / base, ".2f") + mark if shown and base else "–",
         figure_cell(variant.checkpoint.bits_per_weight if variant.checkpoint else None, ".2f"),
     ]
 
 
 def _resident(variant: VariantReport | None) -> int | None:
-    return variant.memory.weight_bytes_resident if variant and variant.memory else None
+    return variant.loaded_memory.weight_bytes_resident if variant and variant.loaded_memory else None
 
 
 def _on_disk(variant: VariantReport | None) -> int | None:
     return variant.checkpoint.weight_bytes_on_disk if variant and variant.checkpoint else None
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value and base else None
-
-
 def _speed_cells(variant: VariantReport, baseline: VariantReport | None, sizes: list[int]) -> list[str]:
+    """TTFT and the ratio to the baseline are of the smallest batch."""
     if not sizes:
         return ["–"]
     rows = {size: variant.speed.row(size) if variant.speed else None for size in sizes}
-    first = rows[sizes[0]]
+    first = rows[min(sizes)]
     ttft = first.ttft_s.median * 1e3 if first and first.outcome == "measured" and first.ttft_s else None
-    base = baseline.speed.row(sizes[0]) if baseline and baseline.speed else None
-    ratio = _ratio(_decode_rate(first), _decode_rate(base))
-    return [figure_cell(ttft, ".0f"), *(_rate(rows[size]) for size in sizes), figure_cell(ratio, ".2f")]
+    rate, base = (decode_rate(one, min(sizes)) for one in (variant, baseline))
+    ratio = figure_cell(rate / base, ".2f") + _across(variant, baseline) if rate and base else "–"
+    return [figure_cell(ttft, ".0f"), *(_rate(rows[size]) for size in sizes), ratio]
 
 
-def _decode_rate(row: SpeedRow | None) -> float | None:
-    """A void row's figure is for finding out what went wrong, not for comparing."""
-    return row.decode_tokens_per_s if row and row.outcome == "measured" else None
+def _across(variant: VariantReport, baseline: VariantReport | None) -> str:
+    return ACROSS if engines_apart(baseline, variant) else ""
 
 
 def _rate(row: SpeedRow | None) -> str:
@@ -168,15 +170,10 @@ def _capacity_cell(variant: VariantReport) -> str:
     return figure_cell(variant.capacity.measured_sequences, "d") + more
 
 
-def _shown_metric(result: TaskResult) -> str:
-    """Perplexity is shown per token, as the gate judges it; scores by the task's own first metric."""
-    return TOKEN_PERPLEXITY if TOKEN_PERPLEXITY in result.metrics else result.primary_metric
-
-
 def _task_title(report: Report, task: str) -> str:
     for variant in report.variants:
         if variant.quality and task in variant.quality.tasks:
-            return f"{task} {_shown_metric(variant.quality.tasks[task])}"
+            return f"{task} {shown_metric(variant.quality.tasks[task])}"
     return task
 
 
@@ -186,7 +183,9 @@ def _score_cell(variant: VariantReport, task: str) -> str:
         return _group_cell(variant.quality, task)
     if result is None:
         return "–"
-    metric = result.metrics[_shown_metric(result)]
+    if result.void is not None:
+        return VOID
+    metric = result.metrics[shown_metric(result)]
     if metric.score is not None and metric.score > 1:
         return figure_cell(metric.score, ".4g")
     error = f" ± {metric.stderr:.3f}" if metric.stderr is not None else ""
@@ -196,7 +195,7 @@ def _score_cell(variant: VariantReport, task: str) -> str:
 def _group_cell(quality: QualityResult, group: str) -> str:
     _, score = group_scores(quality).get(group, ("", None))
     if score is None:
-        return "–"
+        return VOID if has_void(quality, group) else "–"
     error = "" if score.weighted_stderr is None else f" ± {score.weighted_stderr:.3f}"
     return f"{score.weighted:.3f}{error}"
 
@@ -206,7 +205,7 @@ def comparison_table(report: Report) -> str:
     header, rows = comparison_rows(report)
     lines = [text_table(header, rows), ""]
     findings = [
-        (f"{variant.name}: {_rule(finding.rule, finding.subject)}", _MARK[finding.outcome], finding.because)
+        (f"{variant.name}: {finding.name}", _MARK[finding.outcome], finding.because)
         for variant in report.variants
         for finding in variant.findings
     ]
@@ -221,16 +220,28 @@ def comparison_table(report: Report) -> str:
     lines += (
         ["~ noisy: spread over the recipe's limit even when measured twice"] if _any_noisy(report) else []
     )
+    lines += marks_explained(report)
     beside = [report.baseline_run.text] if report.baseline_run else []
     return "\n".join([*lines, "", *beside, *pick_text(report), f"verdict: {report.verdict}"])
 
 
-def _rule(rule: str, subject: str) -> str:
-    return f"{rule} {subject}" if subject else rule
-
-
 def _any_noisy(report: Report) -> bool:
     return any(row.noisy for variant in report.variants if variant.speed for row in variant.speed.of("batch"))
+
+
+def marks_explained(report: Report) -> list[str]:
+    """What the marks in the comparison mean, where they stand there."""
+    baseline = report.variant(report.baseline)
+    unmeasured = any(_resident(one) is None and _on_disk(one) is not None for one in report.variants)
+    across = [f"{one.name} {apart}" for one in report.variants if (apart := engines_apart(baseline, one))]
+    return [
+        *([f"{ON_DISK} bytes on disk: in memory they weren't measured"] if unmeasured else []),
+        *(
+            [f"{ACROSS} speed across engines, whose difference is in it: {'; '.join(across)}"]
+            if across
+            else []
+        ),
+    ]
 
 
 # --- Markdown --------------------------------------------------------------------------------------------
@@ -240,9 +251,10 @@ def markdown(report: Report) -> str:
     """The report as Markdown: verdict with its reasons first, then the comparison, findings, provenance."""
     header, rows = comparison_rows(report)
     parts = [
-        f"# {report.verdict}: {report.resolved_recipe['model']['id']}",
-        "\n".join(f"- {reason}" for reason in report.because),
+        f"# {report.verdict}: {markdown_line(report.model_id or report.recipe)}",
+        "\n".join(f"- {markdown_line(reason)}" for reason in report.because),
         markdown_table(header, rows, text_columns=("verdict",)),
+        "\n".join(f"- {line}" for line in marks_explained(report)),
         pick_markdown(report),
         "## Findings",
         markdown_table(
@@ -250,7 +262,7 @@ def markdown(report: Report) -> str:
             [
                 (
                     variant.name,
-                    _rule(finding.rule, finding.subject),
+                    finding.name,
                     finding.outcome,
                     figure_cell(finding.observed, ".4g"),
                     figure_cell(finding.limit, ".4g"),
@@ -263,7 +275,11 @@ def markdown(report: Report) -> str:
             text_columns=("rule", "outcome", "unit", "because"),
         ),
     ]
-    notes = [f"- {variant.name}: {note}" for variant in report.variants for note in variant_notes(variant)]
+    notes = [
+        f"- {markdown_line(f'{variant.name}: {note}')}"
+        for variant in report.variants
+        for note in variant_notes(variant)
+    ]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
     for heading, text in figure_sections(report).items():

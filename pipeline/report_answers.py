@@ -10,9 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.pick_tables import pick_text
-from pipeline.report_findings import candidates, concern, figure_text, limit_text, rule_name, what_ships, why
-from pipeline.results import Report, VariantReport
-from pipeline.trade_plot import decode_rate, smallest_batch
+from pipeline.readings import decode_rate, engines_apart, smallest_batch
+from pipeline.recipe_sections import SpeedSpec
+from pipeline.report_findings import (
+    candidates,
+    concern,
+    figure_name,
+    figure_text,
+    judged,
+    limit_text,
+    side_of,
+    what_ships,
+    why,
+)
+from pipeline.results import Finding, Report, VariantReport
 
 GIVES_UP = 3
 """Of many quality findings the so many that come nearest to their limits are told."""
@@ -40,35 +51,47 @@ def answers(report: Report) -> tuple[Answer, ...]:
 
 
 def _told(report: Report) -> tuple[VariantReport, ...]:
-    """Those that ship; where nothing does, all candidates."""
+    """Those that ship; where nothing does, the candidates that count, or all of them where none does."""
     ships = tuple(one for one in candidates(report) if one.verdict == "ship")
-    return ships or candidates(report)
+    return ships or tuple(one for one in candidates(report) if one.required) or candidates(report)
 
 
 def _why(report: Report) -> Iterator[str]:
-    found = [why(variant) for variant in candidates(report)]
-    named = {variant.name for variant in candidates(report)}
-    whole = [reason for reason in report.because if not any(reason.startswith(f"{name}: ") for name in named)]
-    yield from (f"{reason[:1].upper()}{reason[1:]}." for reason in whole)
+    found = [why(variant) for variant in judged(report)]
+    told = {variant.name for variant in judged(report)}
+    whole = [reason for reason in report.because if not any(reason.startswith(f"{name}: ") for name in told)]
+    named = f"{report.baseline}: "  # a variant's name keeps its letters
+    yield from (
+        f"{reason}." if reason.startswith(named) else f"{reason[:1].upper()}{reason[1:]}." for reason in whole
+    )
     yield from found
     yield from (line for variant in _told(report) if (line := _gains(report, variant)))
 
 
 def _gains(report: Report, variant: VariantReport) -> str:
     """What a variant is for: its speed and memory beside the baseline's."""
-    baseline, size = report.variant(report.baseline), smallest_batch(report)
+    baseline, size = report.variant(report.baseline), smallest_batch(report.variants)
     if baseline is None or baseline is variant:
         return ""
     parts = []
-    rates = [decode_rate(one, size) if size is not None else None for one in (variant, baseline)]
+    rates = [decode_rate(one, size) for one in (variant, baseline)]
     if rates[0] and rates[1]:
-        parts.append(f"decodes {rates[0] / rates[1]:.2f} × as fast at batch {size}")
+        engines = engines_apart(baseline, variant)
+        noisy = ["noisy"] if any(_is_noisy(one, size) for one in (variant, baseline)) else []
+        asides = [*([f"{engines}: the engines differ"] if engines else []), *noisy]
+        beside = f" ({'; '.join(asides)})" if asides else ""
+        parts.append(f"decodes {rates[0] / rates[1]:.2f} × as fast at batch {size}{beside}")
     held = [
         one.loaded_memory.weight_bytes_resident if one.loaded_memory else 0 for one in (variant, baseline)
     ]
     if all(held):
         parts.append(f"takes {held[0] / held[1]:.2f} × the memory for its weights")
     return f"Beside {baseline.name}, {variant.name} {' and '.join(parts)}." if parts else ""
+
+
+def _is_noisy(variant: VariantReport, size: int | None) -> bool:
+    row = variant.speed.row(size) if variant.speed and size is not None else None
+    return row is not None and row.noisy
 
 
 def _cost(report: Report) -> Iterator[str]:
@@ -80,37 +103,53 @@ def _cost(report: Report) -> Iterator[str]:
         assert cost is not None
         entry = cost.dollars_per_million_input_tokens
         yield (
-            f"{variant.name}: ${cost.dollars_per_million_output_tokens:,.4g} a million output tokens at batch "
+            f"{variant.name}: {_dollars(cost.dollars_per_million_output_tokens)} a million output tokens at batch "
             f"{cost.batch_size}"
-            + ("" if entry is None else f", ${entry:,.4g} a million input tokens")
-            + f", on a machine of ${cost.dollars_per_hour:,.4g} an hour kept busy."
+            + ("" if entry is None else f", {_dollars(entry)} a million input tokens")
+            + f", on a machine of {_dollars(cost.dollars_per_hour)} an hour kept busy."
         )
     if not priced:
         yield "In money: unknown, because the recipe names no price (cost: dollars_per_hour)."
     for variant in _told(report):
-        given = _given_up(variant)
-        if given:
-            yield f"In quality, {variant.name}: {given}."
+        yield f"In quality, {variant.name}: {_given_up(variant)}."
+
+
+def _dollars(amount: float | None) -> str:
+    """With cents; more digits where cents say nothing."""
+    assert amount is not None
+    return f"${amount:,.2f}" if amount >= 1 else f"${amount:,.3g}"
 
 
 def _given_up(variant: VariantReport) -> str:
-    """The quality findings that use up most of what they are allowed."""
-    found = [
-        (one.observed / one.limit if one.rule.startswith("max_") else one.limit / one.observed, one)
-        for one in variant.findings
-        if concern(one.rule) == "quality" and one.observed is not None and one.observed > 0 and one.limit
-    ]
+    """The quality findings that use up most of what they are allowed, or why there is none."""
+    asked = [one for one in variant.findings if concern(one) == "quality"]
+    if not asked:
+        return "not measured" if variant.quality is None else "measured, but no limit of the gate is about it"
+    if all(one.observed is None for one in asked):
+        return "unknown, because its figures are missing"
+    found = [(used, one) for one in asked if (used := _used_up(one)) is not None]
     if not found:
-        return ""
+        return "nothing that a limit is about got worse"
     nearest = sorted(found, key=lambda pair: -pair[0])[:GIVES_UP]
     told = "; ".join(
-        f"{rule_name(one)} {figure_text(one.observed, one.unit)} ({limit_text(one)})" for _, one in nearest
+        f"{figure_name(one)} {figure_text(one.observed, one.unit)} ({limit_text(one)})" for _, one in nearest
     )
     return f"{told}{f', the nearest to their limits of {len(found)}' if len(found) > GIVES_UP else ''}"
 
 
+def _used_up(finding: Finding) -> float | None:
+    """The share of what the limit allows that was used, 1 at the limit; None where nothing was."""
+    if finding.observed is None or not finding.limit:
+        return None
+    side = side_of(finding)
+    observed = abs(finding.observed) if side == "within ±" else finding.observed
+    if observed <= 0:
+        return None
+    return finding.limit / observed if side == "at least" else observed / finding.limit
+
+
 def _limits(report: Report) -> Iterator[str]:
-    size = smallest_batch(report)
+    size = smallest_batch(report.variants)
     variants = [one for one in report.variants if one.name == report.baseline] + list(_told(report))
     for variant in variants:
         lines = (_bandwidth(report, variant, size), _batching(variant), _held(variant))
@@ -120,6 +159,21 @@ def _limits(report: Report) -> Iterator[str]:
             if told
             else f"{variant.name}: nothing was measured that tells."
         )
+    yield from _drift(report)
+
+
+def _drift(report: Report) -> Iterator[str]:
+    """Said where the machine changed by more than the spread that the recipe allows to a single figure."""
+    section = report.resolved_recipe.get("speed")
+    asked = section.get("max_cv_percent") if isinstance(section, dict) else None
+    allowed = asked if isinstance(asked, int | float) else SpeedSpec.model_fields["max_cv_percent"].default
+    for variant in report.variants:
+        drift = variant.speed.drift_percent if variant.speed else None
+        if drift is not None and abs(drift) > allowed:
+            yield (
+                f"The machine: {variant.name}, timed again at the end, took {abs(drift):.1f} % "
+                f"{'more' if drift > 0 else 'less'} time a token; differences of speed of that size tell little."
+            )
 
 
 def _bandwidth(report: Report, variant: VariantReport, size: int | None) -> str:

@@ -56,7 +56,7 @@ def _table(title: str, lines: Sequence[str]) -> Table:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip().replace("\\|", "|") for cell in _BAR.split(line)[1:-1]]
+    return [cell.strip().replace("\\|", "|").replace("&lt;", "<") for cell in _BAR.split(line)[1:-1]]
 
 
 def _of_cells(

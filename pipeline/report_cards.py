@@ -6,27 +6,28 @@ for card in variant_cards(report):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from pipeline.quality_tables import documents_cell
+from pipeline.readings import decode_rate, engines_apart
 from pipeline.report_findings import (
     CONCERNS,
     MARKS,
     MISSING,
     OUTCOMES,
     Concern,
-    candidates,
+    figure_name,
     figure_text,
     findings_about,
     interval_text,
+    judged,
     limit_text,
-    rule_name,
     why,
 )
-from pipeline.results import Finding, Report, TaskResult, VariantReport, Verdict
+from pipeline.results import Finding, Report, VariantReport, Verdict
+from pipeline.scores import VOID, paired_scores, score_of, shown_metric
 
-TOKEN_PERPLEXITY = "token_perplexity"
 _STAGES: dict[Concern, tuple[str, ...]] = {"speed": ("speed", "serving"), "memory": ("speed", "capacity")}
 _OUTCOME = {"out_of_memory": "out of memory"}
 
@@ -50,6 +51,7 @@ class Limit:
     mark: str
     word: str
     rule: str
+    figure: str
     observed: str
     limit: str
     interval: str
@@ -57,10 +59,10 @@ class Limit:
 
     @property
     def text(self) -> str:
-        """Rule, figure and limit."""
+        """Figure and limit."""
         if self.observed == MISSING:
-            return self.rule if self.limit == "–" else f"{self.rule}, {self.limit}"
-        return f"{self.rule} {self.observed}, {self.limit}"
+            return self.figure if self.limit == "–" else f"{self.figure}, {self.limit}"
+        return f"{self.figure} {self.observed}, {self.limit}"
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ class Card:
 
 
 def variant_cards(report: Report) -> tuple[Card, ...]:
-    """One for each candidate, in the report's order."""
+    """One for each variant that is judged, in the report's order."""
     baseline = report.variant(report.baseline)
     return tuple(
         Card(one.name, one.verdict, one.required, why(one), tuple(_parts(report, one, baseline)))
-        for one in candidates(report)
+        for one in judged(report)
     )
 
 
@@ -99,7 +101,8 @@ def limit_of(finding: Finding) -> Limit:
         outcome=finding.outcome,
         mark=MARKS[finding.outcome],
         word=OUTCOMES[finding.outcome],
-        rule=rule_name(finding),
+        rule=finding.name,
+        figure=figure_name(finding),
         observed=figure_text(finding.observed, finding.unit),
         limit=limit_text(finding),
         interval=interval_text(finding),
@@ -114,17 +117,14 @@ def _parts(report: Report, variant: VariantReport, baseline: VariantReport | Non
         "quality": tuple(_quality_lines(variant, baseline)),
         "other": (),
     }
+    unmade = tuple(_failed(variant, ("quantize",)))
+    if unmade:  # the cause of all that is missing below
+        yield Part(heading="Checkpoint", lines=(), limits=(), missing=unmade)
     for about, heading in CONCERNS.items():
         limits = tuple(limit_of(finding) for finding in findings_about(variant, about))
-        missing = tuple(_missing(report, variant, about))
-        if about == "other":
-            missing = tuple(
-                f"{one.stage} {_plain(one.reason)}: {one.message}"
-                for one in variant.failures
-                if one.stage == "quantize"
-            )
-            if not limits and not missing:
-                continue
+        if about == "other" and not limits:
+            continue
+        missing = () if about == "other" else tuple(_missing(report, variant, about))
         yield Part(heading=heading, lines=lines[about], limits=limits, missing=missing)
 
 
@@ -132,9 +132,7 @@ def _missing(report: Report, variant: VariantReport, about: Concern) -> Iterator
     """Why figures of this kind aren't there."""
     stages = _STAGES.get(about, (about,))
     failed = {one.stage for one in variant.failures}
-    for failure in variant.failures:
-        if failure.stage in stages:
-            yield f"{failure.stage} {_plain(failure.reason)}: {failure.message}"
+    yield from _failed(variant, stages)
     if about == "speed" and variant.speed:
         for row in variant.speed.rows:
             if row.outcome != "measured":
@@ -143,6 +141,12 @@ def _missing(report: Report, variant: VariantReport, about: Concern) -> Iterator
         if getattr(variant, stage, None) is None and stage not in failed and stage != "serving":
             asked = report.resolved_recipe.get(stage) is not None
             yield f"{stage}: " + ("no result" if asked else f"the recipe has no {stage} section")
+
+
+def _failed(variant: VariantReport, stages: Sequence[str]) -> Iterator[str]:
+    for failure in variant.failures:
+        if failure.stage in stages:
+            yield f"{failure.stage} {_plain(failure.reason)}: {failure.message}"
 
 
 def _plain(word: str) -> str:
@@ -170,13 +174,16 @@ def _speed_lines(variant: VariantReport, baseline: VariantReport | None) -> Iter
     sizes = sorted(
         {row.batch_size for one in (variant, baseline) if one and one.speed for row in one.speed.of("batch")}
     )
+    apart = engines_apart(baseline, variant)
+    engines = f" ({apart})" if apart else ""
     for size in sizes:
-        rates = [_row_figure(one, size, "decode_tokens_per_s") for one in (variant, baseline)]
-        yield _line(f"decode, batch {size}", rates[0], rates[1], ",.1f", "tok/s")
+        rates = [decode_rate(one, size) for one in (variant, baseline)]
+        line = _line(f"decode, batch {size}{engines}", rates[0], rates[1], ",.1f", "tok/s")
+        noisy = ["~" if _is_noisy(one, size) else "" for one in (variant, baseline)]
+        yield replace(line, value=line.value + noisy[0], baseline=line.baseline + noisy[1])
     for size in sizes[:1]:
-        times = [_row_figure(one, size, "ttft_s") for one in (variant, baseline)]
-        value, before = (None if time is None else 1e3 * time for time in times)
-        yield _line(f"TTFT, batch {size}", value, before, ",.0f", "ms")
+        value, before = (_ttft_ms(one, size) for one in (variant, baseline))
+        yield _line(f"TTFT, batch {size}{engines}", value, before, ",.0f", "ms")
     prices = [
         one.cost.dollars_per_million_output_tokens if one and one.cost else None
         for one in (variant, baseline)
@@ -185,11 +192,14 @@ def _speed_lines(variant: VariantReport, baseline: VariantReport | None) -> Iter
         yield _line("1M output tokens", prices[0], prices[1], ",.4g", "$")
 
 
-def _row_figure(variant: VariantReport | None, size: int, field: str) -> float | None:
+def _ttft_ms(variant: VariantReport | None, size: int) -> float | None:
     row = variant.speed.row(size) if variant and variant.speed else None
-    value: Any = getattr(row, field) if row and row.outcome == "measured" else None
-    found: float | None = getattr(value, "median", value)
-    return found
+    return 1e3 * row.ttft_s.median if row and row.outcome == "measured" and row.ttft_s else None
+
+
+def _is_noisy(variant: VariantReport | None, size: int) -> bool:
+    row = variant.speed.row(size) if variant and variant.speed else None
+    return row is not None and row.outcome == "measured" and row.noisy
 
 
 def _memory_lines(variant: VariantReport, baseline: VariantReport | None) -> Iterator[Line]:
@@ -210,15 +220,29 @@ def _memory_lines(variant: VariantReport, baseline: VariantReport | None) -> Ite
 
 
 def _quality_lines(variant: VariantReport, baseline: VariantReport | None) -> Iterator[Line]:
-    arms = [one.quality if one else None for one in (variant, baseline)]
+    """The baseline's score is that on the documents that both answered, where the two compare."""
+    arms, paired = (
+        [one.quality if one else None for one in (variant, baseline)],
+        paired_scores(variant, baseline=baseline),
+    )
     names = dict.fromkeys(name for one in arms if one for name in one.tasks)
     for name in names:
         results = [one.tasks.get(name) if one else None for one in arms]
-        metric = next(_shown_metric(one) for one in results if one)
-        scores = [_score(one, metric) for one in results]
+        metric = next(shown_metric(one) for one in results if one)
+        both = paired.get((name, metric))
+        scores = [score_of(one, metric) for one in results]
+        scores[1] = both.before if both else scores[1]
         is_share = all(score is None or 0 <= score <= 1 for score in scores)
         form = ".3f" if is_share else ",.4g"
-        yield _line(f"{name} {metric.replace('_', ' ')}", scores[0], scores[1], form, "", ratio=not is_share)
+        label = f"{name} {metric.replace('_', ' ')}{documents_cell(results[0]) if results[0] else ''}"
+        line = _line(label, scores[0], scores[1], form, "", ratio=not is_share)
+        void = [VOID if one is not None and one.void is not None else "" for one in results]
+        yield replace(
+            line,
+            value=void[0] or line.value,
+            baseline=void[1] or line.baseline,
+            change=f"{both.change:+.3f}" if both and is_share else line.change if both else "–",
+        )
     held = [one.distribution if one else None for one in arms]
     if any(held):
         texts = [one.token_perplexity if one else None for one in held]
@@ -227,12 +251,3 @@ def _quality_lines(variant: VariantReport, baseline: VariantReport | None) -> It
         same = [100 * one.distance.top1_agreement_share if one and one.distance else None for one in held]
         yield Line("held text, mean KL", "nats", _shown(nats[0], ".3g"), _shown(nats[1], ".2g"), "–")
         yield Line("held text, same top-1", "%", _shown(same[0], ".2f"), _shown(same[1], ".2f"), "–")
-
-
-def _shown_metric(result: TaskResult) -> str:
-    return TOKEN_PERPLEXITY if TOKEN_PERPLEXITY in result.metrics else result.primary_metric
-
-
-def _score(result: TaskResult | None, metric: str) -> float | None:
-    found = result.metrics.get(metric) if result else None
-    return found.score if found else None

@@ -14,6 +14,7 @@ from pipeline.results import Finding, FindingOutcome, Report, VariantReport, Ver
 from pipeline.rules.base import Rule
 
 Concern = Literal["speed", "memory", "quality", "other"]
+Side = Literal["at least", "at most", "within ±", "limit"]
 CONCERNS: dict[Concern, str] = {
     "speed": "Speed and cost",
     "memory": "Memory",
@@ -36,23 +37,57 @@ _SAYS: dict[Verdict, tuple[str, str]] = {
     "error": ("can't be judged", "can't be judged"),
 }
 _UNITS = {"x": "×", "percent": "%", "fraction": "×", "usd": "$"}
+_ABOUT: dict[str, Concern] = {"points": "quality", "fraction": "memory", "bytes": "memory"}
+"""What a finding's unit tells, of a rule that judges more than one thing."""
+_SIDES: dict[str, Side] = {"min": "at least", "max": "at most"}
+_SPELT = {"kl": "KL", "ttft": "TTFT", "tpot": "TPOT"}
+TOLD = 3
+"""A sentence names so many findings of one outcome; the card of the variant shows all of them."""
 
 
-def concern(rule: str) -> Concern:
-    """What a rule is about, by the stages that it reads; checks that are no rule of the gate are `other`."""
-    if rule not in kinds("pipeline.rules"):
+def concern(finding: Finding) -> Concern:
+    """What a finding is about, by the stages that its rule reads; checks that are no rule of the gate are `other`.
+
+    `no_regression` judges speed, memory and quality: there the unit tells.
+    """
+    found = _rule_of(finding)
+    if found is None:
         return "other"
-    found = plugin_class("pipeline.rules", rule)
-    assert issubclass(found, Rule)
     if "quality" in found.needs:
         return "quality"
-    in_bytes = getattr(found, "unit", "") == "bytes"
-    return "memory" if in_bytes or "capacity" in found.needs else "speed"
+    if getattr(found, "unit", "") == "bytes" or "capacity" in found.needs:
+        return "memory"
+    return _ABOUT.get(finding.unit, "speed")
+
+
+def _rule_of(finding: Finding) -> type[Rule] | None:
+    """The rule of the gate that made it, None for a check that is none."""
+    if finding.rule not in kinds("pipeline.rules"):
+        return None
+    found = plugin_class("pipeline.rules", finding.rule)
+    assert issubclass(found, Rule)
+    return found
+
+
+def side_of(finding: Finding) -> Side:
+    """On which side of the limit a figure is allowed; rules are named `min_…` and `max_…` after it.
+
+    What `no_regression` judges is a ratio of speeds, of bytes, or points lost: only the first must be large.
+    """
+    found = _rule_of(finding)
+    if found is not None and found.two_sided:
+        return "within ±"
+    prefix = finding.rule.partition("_")[0]
+    if prefix in _SIDES:
+        return _SIDES[prefix]
+    if found is None:
+        return "limit"
+    return "at least" if finding.unit == "x" else "at most"
 
 
 def findings_about(variant: VariantReport, about: Concern) -> tuple[Finding, ...]:
     """A variant's findings of one kind, in the gate's order."""
-    return tuple(finding for finding in variant.findings if concern(finding.rule) == about)
+    return tuple(finding for finding in variant.findings if concern(finding) == about)
 
 
 def figure_text(value: float | None, unit: str) -> str:
@@ -65,11 +100,11 @@ def figure_text(value: float | None, unit: str) -> str:
 
 
 def limit_text(finding: Finding) -> str:
-    """A finding's limit in words; rules are named `min_…` and `max_…` after the side that is allowed."""
+    """A finding's limit in words."""
     if finding.limit is None:
         return "–"
-    side = {"min": "at least ", "max": "at most "}.get(finding.rule.partition("_")[0], "limit ")
-    return f"{side}{figure_text(finding.limit, finding.unit)}"
+    side = side_of(finding)
+    return f"{side}{'' if side == 'within ±' else ' '}{figure_text(finding.limit, finding.unit)}"
 
 
 def interval_text(finding: Finding) -> str:
@@ -80,9 +115,17 @@ def interval_text(finding: Finding) -> str:
     return f"{low:,.3g} … {high:,.3g}"
 
 
-def rule_name(finding: Finding) -> str:
-    """Rule and subject, with spaces."""
-    return f"{finding.rule.replace('_', ' ')} {finding.subject}".rstrip()
+def figure_name(finding: Finding) -> str:
+    """What the rule looks at, in words: `min` and `max` are said by `limit_text`.
+
+    >>> figure_name(Finding(rule="max_kl", subject="mean", outcome="missing", because="…"))
+    'mean KL'
+    """
+    side, _, figure = finding.rule.partition("_")
+    if side not in _SIDES:
+        return f"{finding.rule.replace('_', ' ')} {finding.subject}".rstrip()
+    words = " ".join(_SPELT.get(word, word) for word in figure.split("_"))
+    return f"{finding.subject} {words}".lstrip()
 
 
 # --- sentences -------------------------------------------------------------------------------------------
@@ -93,12 +136,17 @@ def candidates(report: Report) -> tuple[VariantReport, ...]:
     return tuple(variant for variant in report.variants if variant.name != report.baseline)
 
 
+def judged(report: Report) -> tuple[VariantReport, ...]:
+    """Every variant that has a verdict of its own: beside an earlier run the baseline, too."""
+    return report.variants if report.baseline_run else candidates(report)
+
+
 def what_ships(report: Report) -> tuple[str, ...]:
     """Which variants ship and which don't, those that the verdict counts first."""
     lines = []
     for required, aside in ((True, ""), (False, " (optional: told, not counted)")):
         for verdict, (one, many) in _SAYS.items():
-            names = [v.name for v in candidates(report) if v.required is required and v.verdict == verdict]
+            names = [v.name for v in judged(report) if v.required is required and v.verdict == verdict]
             if names:
                 lines.append(f"{listed(names)} {one if len(names) == 1 else many}{aside}.")
     if report.interrupted:
@@ -109,27 +157,30 @@ def what_ships(report: Report) -> tuple[str, ...]:
 def why(variant: VariantReport) -> str:
     """One sentence of a variant's verdict: how many limits it keeps and which it doesn't."""
     says = _SAYS[variant.verdict][0]
+    stopped = listed([f"{one.stage} {one.reason.replace('_', ' ')}" for one in variant.failures])
     if not variant.findings:
-        return f"{variant.name} {says}: no rule could be applied."
+        return f"{variant.name} {says}: {stopped or 'no rule could be applied'}."
     kept = sum(finding.outcome == "pass" for finding in variant.findings)
     if kept == len(variant.findings) and variant.verdict == "ship":
         return f"{variant.name} {says}: it keeps every limit ({kept} of {kept})."
     if kept == len(variant.findings):
-        return f"{variant.name} {says}: what was measured keeps its {kept} limits, but the results aren't complete."
-    parts = [
-        f"{OUTCOMES[outcome]}: {listed([_beside_limit(one) for one in variant.findings if one.outcome == outcome])}"
-        for outcome in ("fail", "missing", "inconclusive")
-        if any(one.outcome == outcome for one in variant.findings)
-    ]
+        lacking = f"the results aren't complete{f': {stopped}' if stopped else ''}"
+        return f"{variant.name} {says}: what was measured keeps its {kept} limits, but {lacking}."
+    parts = [stopped] if stopped else []
+    for outcome in ("fail", "missing", "inconclusive"):
+        found = [_beside_limit(one) for one in variant.findings if one.outcome == outcome]
+        if found:
+            more = [f"{len(found) - TOLD} more"] if len(found) > TOLD + 1 else []
+            parts.append(f"{OUTCOMES[outcome]}: {listed([*found[:TOLD], *more] if more else found)}")
     return f"{variant.name} {says}: {kept} of {len(variant.findings)} limits kept; {'; '.join(parts)}."
 
 
 def _beside_limit(finding: Finding) -> str:
     if finding.observed is None:
-        return rule_name(finding)
-    return f"{rule_name(finding)} {figure_text(finding.observed, finding.unit)} ({limit_text(finding)})"
+        return figure_name(finding)
+    return f"{figure_name(finding)} {figure_text(finding.observed, finding.unit)} ({limit_text(finding)})"
 
 
 def listed(names: Sequence[str]) -> str:
     """Names as a sentence has them."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return "".join(names) if len(names) < 2 else f"{', '.join(names[:-1])} and {names[-1]}"

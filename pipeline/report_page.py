@@ -8,9 +8,10 @@ The file fetches nothing and runs nothing. A plot that can't be drawn leaves its
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pipeline.html_page import html_page
@@ -20,7 +21,7 @@ from pipeline.latency_plots import LatencyPlot, figures_text, latency_plots
 from pipeline.measured_memory_plot import memory_bars, memory_plot
 from pipeline.pick_tables import pick_markdown
 from pipeline.plan_tables import Table
-from pipeline.report import comparison_rows, figure_sections, variant_notes
+from pipeline.report import comparison_rows, figure_sections, marks_explained, variant_notes
 from pipeline.report_answers import answers
 from pipeline.report_blocks import blocks, rows_table
 from pipeline.report_cards import limit_of, variant_cards
@@ -55,19 +56,61 @@ def _content(report: Report) -> dict[str, Any]:
     header, rows = comparison_rows(report)
     return {
         "report": report,
-        "title": f"{report.verdict}: {report.model_id or report.recipe}",
+        "title": f"{report.verdict}: {_model_name(report)}",
+        "model": _model_name(report),
+        "measured_on": _measured_on(report),
+        "beside": report.baseline_run.text if report.baseline_run else "",
         "mark": VERDICT_MARKS[report.verdict],
         "marks": VERDICT_MARKS,
         "answers": answers(report),
         "summary": rows_table("Every variant beside the baseline", header, rows, text_columns=("verdict",)),
+        "key": " ".join((_key(header, rows), *(f"{line}." for line in marks_explained(report)))),
         "cards": variant_cards(report),
         "groups": [(heading, plots) for heading, plots in _plots(report).items() if plots],
         "findings": _findings(report),
         "sections": {name: blocks(text, title=name) for name, text in _sections(report).items()},
-        "notes": [(one.name, variant_notes(one)) for one in report.variants],
+        "notes": [(one.name, notes) for one in report.variants if (notes := variant_notes(one))],
         "facts": tuple(_facts(report)),
         "provenance": json.dumps(report.provenance, indent=2, ensure_ascii=False),
     }
+
+
+def _model_name(report: Report) -> str:
+    """A folder's own name: where it lies is told among the facts."""
+    name = report.model_id or report.recipe
+    return PurePosixPath(name).name or name if name.startswith((".", "/", "~")) else name
+
+
+def _measured_on(report: Report) -> str:
+    """Device and day, as far as they are known."""
+    device = report.provenance.get("device")
+    name = device.get("name") if isinstance(device, dict) else None
+    return " on ".join((*([str(name)] if name else []), report.started_at[:10]))
+
+
+_KEY = {
+    "weights MB": "weights MB: bytes of the weights in memory, 1e6 each",
+    "mem ×": "mem ×: those beside the baseline's",
+    "bits/w": "bits/w: bits stored for a weight, scales, embedding and head among them",
+    "TTFT ms": "TTFT: time to the first token",
+    "tok/s b": "tok/s b1, b8 …: tokens decoded a second at that batch size, all sequences together",
+    "speed × b": "speed ×: that beside the baseline's",
+    "max seqs": "max seqs: sequences that memory held at once",
+}
+_MARKS = {
+    "~": "~: noisy",
+    "+": "+: the search's ceiling, perhaps more",
+    "±": "±: standard error",
+    "–": "–: not measured",
+}
+
+
+def _key(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """What the table's short heads and marks mean, of those that are in it."""
+    heads = [text for start, text in _KEY.items() if any(head.startswith(start) for head in header)]
+    cells = [cell for row in rows for cell in row[1:]]
+    marks = [text for mark, text in _MARKS.items() if any(mark in cell for cell in cells)]
+    return f"{'; '.join((*heads, *marks))}."
 
 
 def _sections(report: Report) -> dict[str, str]:
@@ -212,9 +255,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "model", report.model_id or "unknown"
     yield "recipe", report.recipe
     yield "recipe digest", report.recipe_digest[:16]
-    yield "started", report.started_at
+    yield "started", report.started_at.replace("T", " ").replace("+00:00", " UTC")
     yield "took", f"{report.seconds:,.0f} s"
     yield "baseline", report.baseline
+    device = report.provenance.get("device")
+    if isinstance(device, dict) and device.get("name"):
+        yield "machine", str(device["name"])
     if isinstance(git, dict):
         yield "code", f"{str(git.get('commit'))[:12]}{', with changes' if git.get('dirty') else ''}"
     if report.device:
@@ -223,4 +269,5 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield f"measured {name}", f"{flops / 1e9:,.0f} GFLOP/s"
     packages = report.provenance.get("packages")
     for name, version in packages.items() if isinstance(packages, dict) else ():
-        yield str(name), str(version)
+        if version is not None:
+            yield str(name), str(version)

@@ -9,9 +9,12 @@ that could not be measured is `None` beside the reason; it is never 0.0 and neve
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipeline.capacity_results import CapacityResult
 from pipeline.distribution_results import DistributionResult
@@ -281,6 +284,25 @@ class Finding(Value):
     because: str
     power: Power | None = None
 
+    @property
+    def name(self) -> str:
+        """Rule and subject; a gate that has a rule twice gives two of one name (`told_apart`)."""
+        return f"{self.rule} {self.subject}".rstrip()
+
+
+def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+    """The names in their order, repeated ones numbered.
+
+    >>> told_apart(("min_speedup", "max_kl", "min_speedup"))
+    ('min_speedup', 'max_kl', 'min_speedup (2)')
+    """
+    counts: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        counts[name] += 1
+        numbered.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return tuple(numbered)
+
 
 class Reconciliation(Value):
     """One planned figure beside the measured one; `because` explains a difference of more than 5 %
@@ -370,15 +392,24 @@ class BaselineRun(Value):
         return f"judged beside the run {self.name} of {self.started_at}{commit}: each variant against its namesake"
 
 
+def _a_time(text: str) -> str:
+    """`text`, when it is a time of ISO 8601; what reads reports puts them in order by it."""
+    datetime.fromisoformat(text)
+    return text
+
+
 class Report(Value):
-    """`report.json`. `pick` is None in reports from before there was one."""
+    """`report.json`. `pick` is None in reports from before there was one, and so is `content_sha256`.
+
+    That is the digest of all else in the file (see `stored_reports.sealed`); None for a report that isn't in one.
+    """
 
     format_version: Literal[1] = 1
     recipe: str
     recipe_digest: str
     resolved_recipe: dict[str, Any]
-    started_at: str
-    seconds: float
+    started_at: Annotated[str, AfterValidator(_a_time)]
+    seconds: float = Field(ge=0)
     provenance: dict[str, Any]
     device: DeviceSpeed | None
     baseline: str
@@ -388,6 +419,7 @@ class Report(Value):
     interrupted: bool = False
     pick: Pick | None = None
     baseline_run: BaselineRun | None = None
+    content_sha256: str | None = None
 
     @property
     def model_id(self) -> str | None:

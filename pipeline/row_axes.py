@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.inline_svg import POINTS_PER_INCH, printable
-from pipeline.plot_marks import CHARACTER_POINTS, LABEL_POINTS, label_width_points
+from pipeline.plot_marks import CHARACTER_POINTS, LABEL_POINTS, both_ends, label_width_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,4 +74,4 @@ def row_axes(
 def _cut(name: str, room_points: float) -> str:
     name = printable(name)
     most = max(4, int(room_points // (CHARACTER_POINTS * LABEL_POINTS / 9)))
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    return both_ends(name, most)

@@ -14,7 +14,8 @@ from pipeline.errors import UsageError
 from pipeline.figures import Figure, Section, variant_figures
 from pipeline.results import Report, VariantReport
 from pipeline.run_changes import Change, run_changes, verdict_changes
-from pipeline.run_moves import TOKEN_PERPLEXITY, Move, run_moves
+from pipeline.run_moves import Move, run_moves
+from pipeline.scores import shown_metric
 from pipeline.stored_reports import StoredRun
 from pipeline.text_table import figure_cell, text_table
 from pipeline.values import Value
@@ -137,6 +138,7 @@ def _step(place: int, before: Report, after: Report) -> Step:
 def _compared(run: StoredRun) -> ComparedRun:
     report = run.report
     git, device = report.provenance.get("git"), report.provenance.get("device")
+    commit = git.get("commit") if isinstance(git, dict) else None
     fingerprint = str(report.provenance.get("device_fingerprint") or "?")
     return ComparedRun(
         name=run.name,
@@ -146,7 +148,7 @@ def _compared(run: StoredRun) -> ComparedRun:
         recipe_digest=report.recipe_digest,
         verdict=report.verdict,
         machine=f"{device.get('name') if isinstance(device, dict) else '?'} ({fingerprint[:6]})",
-        commit=git.get("commit") if isinstance(git, dict) else None,
+        commit=None if commit is None else str(commit),
     )
 
 
@@ -189,8 +191,7 @@ def _main(variant: VariantReport) -> Iterator[str]:
     yield from ("memory.weight_bytes_resident", "capacity.measured_sequences")
     yield "cost.dollars_per_million_output_tokens"
     for task, result in variant.quality.tasks.items() if variant.quality else ():
-        metric = TOKEN_PERPLEXITY if TOKEN_PERPLEXITY in result.metrics else result.primary_metric
-        yield f"quality.{task}.{metric}"
+        yield f"quality.{task}.{shown_metric(result)}"
 
 
 def _point(place: int, figure: Figure | None, *, moved: bool) -> Point:

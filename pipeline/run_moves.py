@@ -21,12 +21,12 @@ from pipeline.figures import Figure, Section, variant_figures
 from pipeline.paired_drop import paired_drop
 from pipeline.quality_change import nats_per_token_change
 from pipeline.results import Report, VariantReport
+from pipeline.scores import TOKEN_PERPLEXITY
 from pipeline.values import Value
 
 MoveOutcome = Literal["moved", "within noise", "noise unknown", "not comparable", "appeared", "vanished"]
 
 OF_THE_MACHINE = frozenset({"speed", "serving", "capacity", "cost"})
-TOKEN_PERPLEXITY = "token_perplexity"
 _TOLD_BY_ANOTHER = (
     *("tpot_s", "prefill_tokens_per_s", "duration_s"),
     *("word_perplexity", "byte_perplexity", "bits_per_byte"),
@@ -130,6 +130,8 @@ def _apart(before: Figure, after: Figure) -> tuple[MoveOutcome, str]:
 def _repeated(before: Figure, after: Figure, *, apart: bool, text: str) -> tuple[MoveOutcome, str]:
     if not apart:
         return "within noise", f"quartiles meet: {text}"
+    if min(*before.samples, *after.samples) <= 0:
+        return "noise unknown", f"quartiles apart: {text}, but a repeat of 0 or less has no ratio"
     low, high = ratio_interval(before.samples, after.samples)
     ratio = f"ratio {low:.3f} … {high:.3f} (95 %)"
     if low <= 1 <= high:

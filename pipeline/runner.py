@@ -9,9 +9,7 @@ doesn't stop the others and never ships; an interruption keeps what is finished.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +32,7 @@ from pipeline.serving_stage import measure_serving
 from pipeline.speed_results import SpeedStageResult
 from pipeline.speed_stage import measure_speed
 from pipeline.stage_keys import capacity_key, quality_key, quantize_key, random_key, serving_key, speed_key
+from pipeline.stage_records import keep_result, stage_result, stored_stage
 from pipeline.stages import (
     QualityStageRequest,
     QuantizeRequest,
@@ -41,7 +40,7 @@ from pipeline.stages import (
 )
 from pipeline.store import Store
 from pipeline.tasks import QualityRequest, inputs_digest
-from pipeline.values import AnyValue, Value
+from pipeline.values import Value
 
 
 def run_stages(state: RunState) -> None:
@@ -124,27 +123,34 @@ def _checkpoint(
     folder = state.store.checkpoint_folder(key)
 
     def make() -> CheckpointManifest:
+        state.store.result_path("quantize", key).unlink(missing_ok=True)
         with state.store.new_folder(folder) as partial:
-            return run_stage(
+            made = run_stage(
                 worker, request(partial), CheckpointManifest, log=state.log, progress=state.progress.tell
             )
+        keep_result(state, "quantize", key, made)
+        return made
 
-    stored = partial(_intact, folder, store=state.store)
+    stored = partial(_intact, folder, key=key, store=state.store)
     step = f"quantize {variant.name}"
-    manifest = _stage(state, "quantize", [variant.name], step=step, stored=stored, make=make)
+    manifest = stage_result(state, "quantize", [variant.name], step=step, stored=stored, make=make)
     if manifest:
         state.manifests[variant.name] = manifest
         state.checkpoints[variant.name] = folder
 
 
-def _intact(folder: Path, *, store: Store) -> CheckpointManifest | None:
-    """The manifest of a finished checkpoint whose files are still those it names."""
+def _intact(folder: Path, *, key: str, store: Store) -> CheckpointManifest | None:
+    """The manifest of a finished checkpoint whose files are still those it names.
+
+    It must be the one that was kept as the stage's result; where that is gone, the files speak for it.
+    """
     try:
         manifest = read_manifest(folder)
         verify(folder, manifest, sha256_of=store.file_digest)
     except (PipelineError, OSError):
         return None
-    return manifest
+    kept = store.get("quantize", key, CheckpointManifest)
+    return manifest if kept in (None, manifest) else None
 
 
 def _speed(state: RunState) -> None:
@@ -172,7 +178,7 @@ def _speed(state: RunState) -> None:
             log=state.log,
             progress=state.progress.tell,
         )
-        _keep(state, MEASURED_DEVICE, state.machine, result.device)
+        keep_result(state, MEASURED_DEVICE, state.machine, result.device)
         return result
 
     state.speed = _stage_of_all(state, "speed", members, key=key, kind=SpeedStageResult, measure=measure)
@@ -250,12 +256,12 @@ def _stage_of_all(
     def make() -> SetResult:
         result = measure()
         if _is_whole_set(result):
-            _keep(state, stage, key, result)
+            keep_result(state, stage, key, result)
         return result
 
     names = [variant.name for variant in members]
     stored = partial(state.store.get, stage, key, kind)
-    result = _stage(state, stage, names, step=stage, stored=stored, make=make)
+    result = stage_result(state, stage, names, step=stage, stored=stored, make=make)
     for name, told in (result.failures if result else {}).items():
         state.fail(name, told)
     return result
@@ -271,7 +277,7 @@ def _capacity(state: RunState, variant: VariantSpec) -> None:
     def measure() -> CapacityResult:
         return measure_capacity(request, log=state.log, progress=state.progress.tell)
 
-    result = _stored_stage(
+    result = stored_stage(
         state,
         "capacity",
         variant.name,
@@ -344,81 +350,12 @@ def _evaluated(
         keeping = request.model_copy(update={"answers": str(answers)})
         return run_stage("quality", keeping, QualityResult, log=state.log, progress=state.progress.tell)
 
-    result = _stored_stage(
+    result = stored_stage(
         state, "quality", variant.name, key=key, kind=QualityResult, measure=measure, step=step
     )
     if state.store.result_path("quality", key).exists():
         answers.unlink(missing_ok=True)
     return result
-
-
-def _stored_stage(
-    state: RunState,
-    stage: str,
-    variant: str,
-    *,
-    key: str,
-    kind: type[AnyValue],
-    measure: Callable[[], AnyValue],
-    step: str,
-    keeps: Callable[[AnyValue], bool] = lambda _: True,
-) -> AnyValue | None:
-    def make() -> AnyValue:
-        result = measure()
-        if keeps(result):
-            _keep(state, stage, key, result)
-        return result
-
-    stored = partial(state.store.get, stage, key, kind)
-    return _stage(state, stage, [variant], step=step, stored=stored, make=make)
-
-
-def _stage(
-    state: RunState,
-    stage: str,
-    variants: list[str],
-    *,
-    step: str,
-    stored: Callable[[], AnyValue | None],
-    make: Callable[[], AnyValue],
-) -> AnyValue | None:
-    """The stored result, or a new one; a failure is recorded for all `variants` and gives None."""
-    start = time.monotonic()
-    with state.progress.step(step) as shown:
-        found = stored()
-        if found is not None:
-            shown.reused()
-            state.reused.append(step)
-            return found
-        shown.begins()
-        try:
-            result = make()
-        except KeyboardInterrupt:
-            for variant in variants:
-                state.fail(variant, _interrupted(stage))
-            raise
-        except PipelineError as error:
-            shown.failed(str(error))
-            reason = error.reason if isinstance(error, WorkerError) else "failed"
-            for variant in variants:
-                state.fail(variant, failure(stage, reason, str(error)))
-            return None
-    _remember_duration(state, step, time.monotonic() - start)
-    return result
-
-
-def _keep(state: RunState, stage: str, key: str, result: Value) -> None:
-    """Store a result; where the disk is full this run still has it, and the next one measures again."""
-    try:
-        state.store.put(stage, key, result)
-    except StageError as error:
-        state.progress.say(f"the result of {stage} is not kept for the next run: {error}")
-
-
-def _remember_duration(state: RunState, name: str, seconds: float) -> None:
-    """For the time left, which a run can do without."""
-    with suppress(StageError):
-        state.store.remember_duration(name, seconds)
 
 
 def _skips(state: RunState, variant: VariantSpec, stage: str) -> bool:
@@ -430,7 +367,3 @@ def _skips(state: RunState, variant: VariantSpec, stage: str) -> bool:
 
 def _skipped(stage: str) -> StageFailure:
     return failure(stage, "skipped", "there is no checkpoint to run")
-
-
-def _interrupted(stage: str) -> StageFailure:
-    return failure(stage, "interrupted", "the run was stopped during this stage")

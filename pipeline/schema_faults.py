@@ -123,7 +123,17 @@ def _message(
         return f"expected text, found {found}; put it in quotes"
     if kind == "string_pattern_mismatch":
         return f"{found} may hold letters, digits, '_', '.' and '-' only, and starts with a letter or digit"
-    return f"{item['msg'].replace('Input should be', 'should be')}; found {found}"
+    return f"{item['msg'].replace('Input should be', 'should be')}; found {found}{_percent_hint(item, path)}"
+
+
+def _percent_hint(item: Any, path: KeyPath) -> str:
+    """`65%` as the field wants it: percent where its name says so, else a share of 1."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", str(item["input"]))
+    if found is None:
+        return ""
+    number = float(found[1])
+    in_percent = path and str(path[-1]).endswith("percent")
+    return f"; write {number if in_percent else number / 100:.6g}"
 
 
 def shown(value: Any) -> str:

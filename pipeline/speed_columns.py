@@ -41,7 +41,7 @@ class _Shape:
         row = self.measured
         if row is None or row.ttft_s is None or row.prefill_tokens_per_s is None:
             return ()
-        return tuple(row.batch_size * row.prompt_tokens / ttft_s for ttft_s in row.ttft_s.samples)
+        return _rates(row.batch_size * row.prompt_tokens, row.ttft_s.samples)
 
     @property
     def decode_rates(self) -> tuple[float, ...]:
@@ -49,7 +49,12 @@ class _Shape:
         row = self.measured
         if row is None or row.tpot_s is None or row.decode_tokens_per_s is None:
             return ()
-        return tuple(row.batch_size / tpot_s for tpot_s in row.tpot_s.samples)
+        return _rates(row.batch_size, row.tpot_s.samples)
+
+
+def _rates(tokens: int, samples_s: Sequence[float]) -> tuple[float, ...]:
+    """Tokens ÷ each time; none where a time is 0 or less, which the gate calls implausible."""
+    return tuple(tokens / one_s for one_s in samples_s) if min(samples_s, default=0.0) > 0 else ()
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ _CODE = {
         *(
             "harness.py",
             "task_validity.py",
+            "task_answers.py",
+            "task_yaml.py",
+            "score_checks.py",
             "task_rounds.py",
             "early_stopping.py",
             "sequential.py",

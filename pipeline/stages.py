@@ -40,6 +40,7 @@ from pipeline.random_weights import is_random, random_manifest, write_random_var
 from pipeline.recipe_sections import AnyEngine, AnyQuantizer
 from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
 from pipeline.speed_results import DeviceSpeed, ExecutionChoice, SpeedShape
+from pipeline.store import telling_of_full_disk
 from pipeline.tensor_stream import forget
 from pipeline.values import Value
 
@@ -158,9 +159,10 @@ def quantize(request: QuantizeRequest, *, progress: Progress) -> CheckpointManif
     reset_peak_resident_bytes()
     before, start = resident_bytes_now(), time.perf_counter()
     progress("quantizing")
-    notes = request.quantizer.quantize(
-        Path(request.source_folder), out, device=request.device, progress=progress
-    )
+    with telling_of_full_disk(out):
+        notes = request.quantizer.quantize(
+            Path(request.source_folder), out, device=request.device, progress=progress
+        )
     seconds = time.perf_counter() - start
     peak = max(0, peak_resident_bytes() - before)
     progress("hashing and counting what is on disk")
@@ -358,14 +360,15 @@ def reference(request: ReferenceRequest, *, progress: Progress) -> Reference:
     session = Transformers(compute_dtype=request.compute_dtype).open(
         folder, quantizer=checkpoint.quantizer, device=checkpoint.device
     )
-    return write_reference(
-        session.model,
-        held,
-        folder=Path(request.out),
-        key=request.distribution.reference_key,
-        batch_size=request.batch_size,
-        progress=progress,
-    )
+    with telling_of_full_disk(Path(request.out)):
+        return write_reference(
+            session.model,
+            held,
+            folder=Path(request.out),
+            key=request.distribution.reference_key,
+            batch_size=request.batch_size,
+            progress=progress,
+        )
 
 
 class _Timed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Paired statistics of two variants on the same documents: tests, intervals, sample sizes. Pure.
+"""Paired statistics of two variants on the same documents: tests, intervals, pooled scores. Pure.
 
 Both variants answer the same documents, so every comparison is paired: an unpaired test throws away most of
 its power. A drop is always baseline minus candidate, so a positive drop is a loss. Bounds are one-sided, each
@@ -33,6 +33,8 @@ Decision = Literal["pass", "fail", "inconclusive"]
 
 MINIMUM_RESAMPLES = 2_000
 FEWEST_RESAMPLED = 4
+Z95 = 1.959963984540054
+"""Quantile of the normal distribution that 95 % lie within, on both sides."""
 
 
 class Flips(Value):
@@ -126,7 +128,7 @@ def tango_interval(*, lost: int, gained: int, documents: int, confidence: float 
         raise ValueError(f"no paired table has {lost} lost and {gained} gained in {documents} documents")
     if documents == 0:
         return Interval(lower=-1.0, upper=1.0, confidence=confidence)
-    z = _normal_quantile(confidence)
+    z = normal_quantile(confidence)
 
     def score(drop: float) -> float:
         return tango_score(drop, lost=lost, gained=gained, documents=documents)
@@ -202,7 +204,7 @@ def paired_bootstrap(
     observed = float(differences.sum() / weight.sum())
     if count == 1:
         return BootstrapDifference(difference=observed, interval=None, standard_error=None, documents=1)
-    error = _ratio_standard_error(differences, weight, observed)
+    error = ratio_standard_error(differences.tolist(), weight.tolist())
     low, high = _student_quantiles(
         differences, weight, observed, confidence=confidence, resamples=resamples, seed=seed
     )
@@ -253,26 +255,19 @@ def bounded_mean_interval(
     )
 
 
-def _ratio_standard_error(differences: Floats, weight: Floats, observed: float) -> float:
-    """Standard error of a ratio of totals: residuals d − r·w, linearised (Cochran, Sampling Techniques)."""
-    count = len(differences)
-    residuals = differences - observed * weight
-    # A spread below rounding error is none: equal documents must not get an interval made of noise.
-    if float(abs(residuals).max()) <= 1e-12 * max(float(abs(differences).max()), 1e-300):
-        return 0.0
-    return float(math.sqrt((residuals**2).sum() * count / (count - 1)) / weight.sum())
-
-
 def ratio_standard_error(totals: Sequence[float], weights: Sequence[float]) -> float:
     """Standard error of Σ totals ÷ Σ weights over at least two units that were drawn.
 
     Linearised ratio estimator (Cochran, Sampling Techniques, section 6.4): with r the ratio, n units and W = Σ weights,
-    √(n ÷ (n − 1) × Σ(total − r·weight)²) ÷ W.
+    √(n ÷ (n − 1) × Σ(total − r·weight)²) ÷ W. 0 where no residual total − r·weight is above rounding error.
     """
     count, weight = len(totals), math.fsum(weights)
     mean = math.fsum(totals) / weight
-    squares = math.fsum((total - mean * one) ** 2 for total, one in zip(totals, weights, strict=True))
-    return math.sqrt(count / (count - 1) * squares) / weight
+    residuals = [total - mean * one for total, one in zip(totals, weights, strict=True)]
+    # Equal units must not get an interval made of noise.
+    if max(map(abs, residuals)) <= 1e-12 * max(*map(abs, totals), 1e-300):
+        return 0.0
+    return math.sqrt(count / (count - 1) * math.fsum(one * one for one in residuals)) / weight
 
 
 def _student_quantiles(
@@ -313,6 +308,23 @@ def _resampled_t(residuals: Floats, weight: Floats, *, resamples: int, seed: int
         kept = spread > least
         parts.append((off * weights.sum(axis=1))[kept] / spread[kept])
     return np.concatenate(parts)
+
+
+def wilson_interval(right: float, *, documents: int) -> tuple[float, float]:
+    """Two-sided 95 % interval of a share, of at least one document.
+
+    Wilson (Journal of the American Statistical Association 22, 1927): never empty, not even where all is right.
+    """
+    share = right / documents
+    scale = 1 + Z95**2 / documents
+    middle = share + Z95**2 / (2 * documents)
+    reach = Z95 * math.sqrt(share * (1 - share) / documents + Z95**2 / (4 * documents**2))
+    return (middle - reach) / scale, (middle + reach) / scale
+
+
+def normal_interval(value: float, stderr: float | None) -> tuple[float, float] | None:
+    """Two-sided 95 % interval of 1.96 standard errors; None where the error isn't known."""
+    return None if stderr is None else (value - Z95 * stderr, value + Z95 * stderr)
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
@@ -380,62 +392,8 @@ def non_inferiority(lower_bound_of_drop: float, upper_bound_of_drop: float, marg
     return "inconclusive"
 
 
-def documents_to_detect(
-    drop: float, *, flip_rate: float, power: float = 0.8, confidence: float = 0.95
-) -> int:
-    """Documents for a two-sided paired test to find a true drop (Connor, Biometrics 43, 1987).
-
-    `drop` and `flip_rate` are shares, not percent. A drop needs at least as many flips:
-    ValueError otherwise.
-    """
-    if not 0 < abs(drop) <= flip_rate <= 1:
-        raise ValueError(f"a drop of {drop} needs a flip rate from {abs(drop)} to 1, not {flip_rate}")
-    alpha = _normal_quantile(1 - (1 - confidence) / 2) * math.sqrt(flip_rate)
-    beta = _normal_quantile(power) * math.sqrt(flip_rate - drop**2)
-    return math.ceil((alpha + beta) ** 2 / drop**2)
-
-
-def documents_to_decide(
-    margin: float,
-    *,
-    flip_rate: float,
-    true_drop: float = 0.0,
-    power: float = 0.8,
-    confidence: float = 0.95,
-) -> int | None:
-    """Documents for a one-sided bound to settle on which side of the margin the true drop lies.
-
-    (z_confidence + z_power)² · (flip rate − drop²) ÷ (margin − drop)². None when the drop equals the margin:
-    no number decides then.
-    """
-    variance = max(flip_rate, abs(true_drop)) - true_drop**2
-    return documents_for_distance(margin - true_drop, variance=variance, power=power, confidence=confidence)
-
-
-def documents_for_distance(
-    distance: float, *, variance: float, power: float = 0.8, confidence: float = 0.95
-) -> int | None:
-    """(z_confidence + z_power)² · variance of one document ÷ distance²; None at distance 0."""
-    if distance == 0:
-        return None
-    quantiles = _normal_quantile(confidence) + _normal_quantile(power)
-    return max(1, math.ceil(quantiles**2 * variance / distance**2))
-
-
-def detectable_drop(
-    documents: int, *, flip_rate: float, power: float = 0.8, confidence: float = 0.95
-) -> float | None:
-    """Smallest margin that `documents` decide when nothing was lost: the inverse of `documents_to_decide`.
-
-    A share, at most 1; None without documents.
-    """
-    if documents < 1:
-        return None
-    quantiles = _normal_quantile(confidence) + _normal_quantile(power)
-    return min(1.0, quantiles * math.sqrt(flip_rate / documents))
-
-
-def _normal_quantile(probability: float) -> float:
+def normal_quantile(probability: float) -> float:
+    """Of the standard normal distribution; ValueError for a confidence or power outside 0.5 … 1."""
     if not 0.5 < probability < 1:
         raise ValueError(f"a confidence or power must lie between 0.5 and 1, not {probability}")
     return NormalDist().inv_cdf(probability)

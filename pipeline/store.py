@@ -2,7 +2,7 @@
 
 Layout under the root (`PIPELINE_STORE`, default `.pipeline/`):
 
-    results/STAGE/KEY.json     one stage's result; KEY is the digest of everything it depends on
+    results/STAGE/KEY.json     one stage's result, sealed; KEY is the digest of everything it depends on
     checkpoints/KEY/           a quantized checkpoint, `manifest.json` written last; `.partial-KEY` while it is made
     shapes/KEY.json            what an architecture's weights and cache look like
     runs/NAME/                 one run's report, recipe and logs
@@ -29,12 +29,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from pipeline.errors import PrerequisiteError, StageError
 from pipeline.values import AnyValue, Value
 
-_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What only a write is answered."""
+REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EIO)
 """What a disk, its quota or its owner answers to a write: the user's to mend, not a bug."""
 
 JOURNAL_NAME = ".journal.json"
@@ -73,16 +73,17 @@ class Store:
         """The stored result, or None when there is none or it can't be read any more (it is then removed)."""
         path = self.result_path(stage, key)
         try:
-            return kind.model_validate_json(path.read_bytes())
+            return read_sealed(path, kind)
         except OSError:
             return None
-        except ValidationError:
-            path.unlink(missing_ok=True)
+        except ValueError:
+            with contextlib.suppress(OSError):  # of a store that can be read only
+                path.unlink()
             return None
 
     def put(self, stage: str, key: str, value: Value) -> None:
         """Keep a result; readers see the whole of it or nothing."""
-        write_atomically(self.result_path(stage, key), value.to_json())
+        write_sealed(self.result_path(stage, key), value)
 
     def answers_path(self, key: str) -> Path:
         """Where an evaluation under way keeps its answers."""
@@ -112,7 +113,7 @@ class Store:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         except OSError as error:
-            if error.errno in _REFUSED:
+            if error.errno in REFUSED:
                 raise _not_written(final, error) from error
             raise
         finally:
@@ -145,6 +146,9 @@ class Store:
 
         One with a journal is kept for the run that goes on with it, for a week.
         """
+        for partial in (self.root / "results").glob("*/.partial-*"):
+            with contextlib.suppress(OSError):
+                partial.unlink()
         for partial in (self.root / "checkpoints").glob(".partial-*"):
             with contextlib.suppress(OSError):
                 if time.time() - (partial / JOURNAL_NAME).stat().st_mtime < _UNFINISHED_KEPT_S:
@@ -168,12 +172,11 @@ class Store:
         identity = f"{path.resolve()}|{stat.st_size}|{times}|{stat.st_ino}"
         name = hashlib.sha256(identity.encode()).hexdigest()
         remembered = self.root / "results" / "file-digests" / name
-        with contextlib.suppress(OSError):
-            text = remembered.read_text("ascii")
-            if len(text) == 64:
-                return text
+        with contextlib.suppress(OSError, ValueError):
+            return read_sealed(remembered, _Digest).sha256
         found = file_sha256(path)
-        write_atomically(remembered, found)
+        with contextlib.suppress(StageError):  # a full disk costs the memory of it, not the digest
+            write_sealed(remembered, _Digest(sha256=found))
         return found
 
     # --- durations, for the time left --------------------------------------------------------------------
@@ -191,6 +194,10 @@ class Store:
         write_atomically(self.root / "durations.json", json.dumps({**self.durations_s(), name: seconds}))
 
 
+class _Digest(Value):
+    sha256: str
+
+
 def _remove_without_journal(folder: Path) -> None:
     if not (folder / JOURNAL_NAME).is_file():
         shutil.rmtree(folder, ignore_errors=True)
@@ -200,6 +207,32 @@ def file_sha256(path: Path) -> str:
     """SHA-256 (hex) of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_SEALED = b'{"sha256": "%b", "value": %b}\n'
+
+
+def write_sealed(path: Path, value: Value) -> None:
+    """A value, whole or not at all, with the SHA-256 of its JSON and its file's name: no changed digit is believed.
+
+    Raises StageError as `write_atomically` does.
+    """
+    body = value.to_json().encode()
+    write_atomically(path, (_SEALED % (_seal(path, body), body)).decode())
+
+
+def read_sealed(path: Path, kind: type[AnyValue]) -> AnyValue:
+    """What `write_sealed` wrote there. Raises OSError, or ValueError for a file that it didn't write as it is now."""
+    content = path.read_bytes()
+    empty = len(_SEALED % (bytes(64), b""))
+    body = content[empty - 2 : -2]
+    if content != _SEALED % (_seal(path, body), body):
+        raise ValueError(f"{path}: changed since it was written")
+    return kind.model_validate_json(body)
+
+
+def _seal(path: Path, body: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + b"\n" + body).hexdigest().encode()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -217,12 +250,23 @@ def write_atomically(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        if error.errno in _REFUSED:
+        if error.errno in REFUSED:
             raise _not_written(path, error) from error
         raise
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def telling_of_full_disk(folder: Path) -> Iterator[None]:
+    """A StageError with the fix for what a full disk answers to libraries that write into the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise _not_written(Path(error.filename or folder), error) from error
 
 
 def _not_written(path: Path, error: OSError) -> StageError:

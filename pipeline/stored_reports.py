@@ -10,11 +10,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.errors import UsageError
 from pipeline.results import Report
+from pipeline.values import digest
+
+_SEAL = "content_sha256"
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,25 @@ class StoredRun:
     named: bool = True
 
 
+def sealed(report: Report) -> Report:
+    """The report as it goes into a file: with the digest of all else in it, so that an edited figure is noticed.
+
+    It is of the JSON's content and not of the model's fields, for a later release may have more of those.
+    """
+    return report.model_copy(update={_SEAL: _content_sha256(json.loads(report.to_json()))})
+
+
 def load_report(path: Path) -> Report:
-    """A stored report from its file or its run's folder. Raises UsageError naming what is wrong with it."""
-    file = path / "report.json" if path.is_dir() else path
+    """A stored report from its file or its run's folder. Raises UsageError naming what is wrong with it.
+
+    One whose seal doesn't fit was changed by hand; reports without a seal are taken as they are.
+    """
+    file = path
     try:
+        file = path / "report.json" if path.is_dir() else path
         content = file.read_bytes()
         report = Report.model_validate_json(content)
-        json.loads(content, parse_int=_countable)
-        return report
+        data = json.loads(content, parse_int=_countable)
     except OSError as error:
         raise UsageError(
             f"{file}: can't be read ({error.strerror}); name a report.json or a run's folder"
@@ -46,8 +61,21 @@ def load_report(path: Path) -> Report:
         raise UsageError(f"{file}: is not a report of this version: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{file}: is not a report of this version: {place}: {first['msg']}") from None
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(
+            f"{file}: is not a report of this version: {place}: {first['msg']}; name a report.json that this release "
+            "wrote, or run the recipe again"
+        ) from None
+    if report.content_sha256 is not None and report.content_sha256 != _content_sha256(data):
+        raise UsageError(
+            f"{file}: was changed after it was written ({_SEAL} is of another content), so nothing can be decided "
+            "by it; restore the file, or run the recipe again"
+        )
+    return report
+
+
+def _content_sha256(data: dict[str, Any]) -> str:
+    return digest({name: value for name, value in data.items() if name != _SEAL})
 
 
 def stored_run(path: Path) -> StoredRun:
@@ -63,7 +91,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[tuple[StoredRun, ...], tuple[str, 
     """The runs that `paths` name, in the order of their starts, and what couldn't be read of a store's runs.
 
     A folder without a report.json of its own stands for the runs in it: a store, or its `runs`. Of those the
-    unreadable ones are told; one that is named itself must be readable, else UsageError. A run named twice is refused.
+    unreadable ones are told; one that is named itself must be readable, else UsageError. A run named twice is refused;
+    one that a store holds twice (a link to the newest), or that is named besides, is taken once.
     """
     found: list[StoredRun] = []
     unread: list[str] = []
@@ -77,18 +106,25 @@ def find_runs(paths: Sequence[Path]) -> tuple[tuple[StoredRun, ...], tuple[str, 
                 found.append(replace(stored_run(folder), named=False))
             except UsageError as error:
                 unread.append(str(error))
-    seen: set[Path] = set()
+    once: dict[Path, StoredRun] = {}
     for run in found:
-        if run.file in seen:
+        known = once.get(run.file)
+        if known is not None and known.named and run.named:
             raise UsageError(f"{run.file}: is named twice; name each run once")
-        seen.add(run.file)
-    return tuple(sorted(found, key=lambda run: (run.report.started_at, run.name))), tuple(unread)
+        once[run.file] = known if known is not None and known.named else run
+    return (
+        tuple(sorted(once.values(), key=lambda run: (run.report.started_at, run.name))),
+        tuple(dict.fromkeys(unread)),
+    )
 
 
 def _runs_in(path: Path) -> list[Path] | None:
     """The run folders of a store; None where `path` is a run, a file or nothing."""
-    if not path.is_dir() or (path / "report.json").exists():
-        return None
+    try:
+        if not path.is_dir() or (path / "report.json").exists():
+            return None
+    except OSError:
+        return None  # `load_report` says what is wrong with it
     for folder in (path / "runs", path):
         inside = sorted(file.parent for file in folder.glob("*/report.json"))
         if inside:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BESIDE_IN = 0.09
 FARTHEST = 16
 """The axis reaches a capacity of at most so many times the largest batch that was timed."""
 
@@ -185,14 +186,24 @@ class _View:
         return tips
 
     def _draw_bounds(self, axes: Axes, curve: SweepCurve) -> dict[str, str]:
-        """Ticks on the axis's own ends: below the batch from which more gains little, above what memory holds."""
+        """Ticks on the axis's own ends: below the batch from which more gains little, above what memory holds.
+
+        Those of several variants at one place stand beside each other, so that none is hidden.
+        """
+        from matplotlib.transforms import ScaledTranslation
+
+        figure = axes.get_figure()
+        assert figure is not None
         tips = {}
         for at, height, marker, words in self._bounds(curve):
             gid = f"{marker}-{curve.place}"
+            beside = ScaledTranslation(
+                BESIDE_IN * self._before(curve, at, marker), 0.0, figure.dpi_scale_trans
+            )
             axes.plot(
                 [at],
                 [height],
-                transform=axes.get_xaxis_transform(),
+                transform=axes.get_xaxis_transform() + beside,
                 marker=marker,
                 markersize=7,
                 markerfacecolor=ink_of(curve.place),
@@ -204,6 +215,12 @@ class _View:
             )
             tips[gid] = f"{curve.name}: {words}"
         return tips
+
+    def _before(self, curve: SweepCurve, at: float, marker: str) -> int:
+        """How many earlier curves have a tick of that kind at that place."""
+        earlier = self.curves[: self.curves.index(curve)]
+        ticks = [(there, kind) for one in earlier for there, _, kind, _ in self._bounds(one)]
+        return ticks.count((at, marker))
 
     def _bounds(self, curve: SweepCurve) -> Iterator[tuple[float, float, str, str]]:
         if curve.break_even_batch is not None:

@@ -20,7 +20,7 @@ from pipeline.errors import StageError
 from pipeline.results import Problem
 from pipeline.schema_faults import nearest
 from pipeline.task_scores import direction
-from pipeline.task_yaml import FunctionName
+from pipeline.task_yaml import LENGTH_NAMES, FunctionName
 from pipeline.tasks import TaskFile, harness_tasks
 
 OUTPUT_TYPES = ("loglikelihood", "loglikelihood_rolling", "multiple_choice", "generate_until")
@@ -31,6 +31,8 @@ DEFAULT_METRICS = {
     "generate_until": ("exact_match",),
 }
 """Of a task without a metric_list (lm-eval 0.4.13, `DEFAULT_METRIC_REGISTRY`)."""
+_SET_BY_THE_HARNESS = {"max_length", "pad_token_id", "use_cache"}
+"""What it passes to `generate` by itself (lm-eval 0.4.13, `HFLM._model_generate`)."""
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "description", "gen_prefix")
 
 
@@ -46,6 +48,7 @@ def file_faults(file: TaskFile) -> Iterator[Problem]:
         *_filter_faults(config),
         *_split_faults(config),
         *_template_faults(config),
+        *_generation_faults(config),
         *_function_faults(config),
     ]
     for key, what, fix in found:
@@ -151,6 +154,20 @@ def _template_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
                 yield key, f"the template can't be read: {error.message}", "correct it"
 
 
+def _generation_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Settings that `generate` would refuse with the first answer, after every task before it."""
+    known = {"until", *LENGTH_NAMES, *_generation_names()} - _SET_BY_THE_HARNESS
+    for name in config.get("generation_kwargs") or ():
+        if name in _SET_BY_THE_HARNESS:
+            yield "generation_kwargs", f"{name} is set by lm-eval", "leave it out"
+        elif name not in known:
+            yield (
+                "generation_kwargs",
+                f"{name!r} is unknown{nearest(str(name), sorted(known))}",
+                "name one of them",
+            )
+
+
 # --- functions ---------------------------------------------------------------------------------------------
 
 
@@ -204,6 +221,16 @@ def _defined(path: Path) -> set[str] | None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return None if "*" in names else names
+
+
+@cache
+def _generation_names() -> frozenset[str]:
+    """Fields of transformers' `GenerationConfig`, from the text of its file: to import it takes seconds."""
+    spec = find_spec("transformers")
+    assert spec is not None, "lm-eval needs it"
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "generation" / "configuration_utils.py").read_text("utf-8")
+    return frozenset(re.findall(r"self\.(\w+) = kwargs\.pop\(", text))
 
 
 @cache

@@ -7,9 +7,13 @@ fp16  0.3
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 Rows = Sequence[Sequence[str]]
+
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+"""What Markdown takes for the beginning of an HTML element, which whoever shows it drops or obeys."""
 
 
 def text_table(header: Sequence[str], rows: Rows, *, text_columns: Sequence[str] = ()) -> str:
@@ -40,5 +44,10 @@ def figure_cell(value: float | str | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def markdown_line(text: str) -> str:
+    """Text that begins no list, heading or table of its own, and in which `<unk>` is a word and no element."""
+    return _TAG.sub("&lt;", " ".join(text.split()))
+
+
 def _markdown_cell(text: str) -> str:
-    return " ".join(text.splitlines()).replace("|", "\\|")
+    return markdown_line(text).replace("|", "\\|")

@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pipeline.results import Report, VariantReport, VariantResults
-from pipeline.tracked_values import legal_name
+from pipeline.readings import engines_apart
+from pipeline.results import FindingOutcome, Report, VariantReport, VariantResults
+from pipeline.tracked_values import LONGEST_TAG, legal_name, shortened
 from pipeline.values import digest
+
+_WORSE: tuple[FindingOutcome, ...] = ("pass", "inconclusive", "fail", "missing")
+"""Later ones decide the verdict before earlier ones."""
 
 
 def run_params(report: Report) -> dict[str, str]:
@@ -41,6 +45,7 @@ def variant_params(variant: VariantResults, *, report: Report) -> dict[str, str]
         "seed": variant.quality.seed if variant.quality is not None else _recipe_seed(report),
         "precision": variant.precision,
         "engine": variant.speed.engine if variant.speed is not None else None,
+        "ratios_across_engines": engines_apart(report.variant(report.baseline), variant),
         "device": variant.speed.device if variant.speed is not None else None,
         "compute_dtype": variant.speed.compute_dtype if variant.speed is not None else None,
         **{f"quantizer.{name}": value for name, value in variant.quantizer.items()},
@@ -64,17 +69,22 @@ def run_tags(report: Report) -> dict[str, str]:
 
 
 def variant_tags(variant: VariantReport, *, baseline_name: str) -> dict[str, str]:
-    """Tags of one variant: verdict, role and the outcome of every rule, with the reasons as a note."""
+    """Tags of one variant: verdict, role and the outcome of every rule, with the reasons as a note.
+
+    A rule that stands twice in the gate has one tag, its worst outcome. `void.TASK` says why a task has no scores.
+    """
     tags = {
         "verdict": variant.verdict,
         "role": "baseline" if variant.name == baseline_name else "candidate",
         "required": str(variant.required).lower(),
         "precision": variant.precision,
     }
-    for finding in variant.findings:
-        name = f"finding.{finding.rule}" + (f".{finding.subject}" if finding.subject else "")
-        tags[name] = finding.outcome
-    lines = [f"- {finding.rule}: **{finding.outcome}**: {finding.because}" for finding in variant.findings]
+    for finding in sorted(variant.findings, key=lambda one: _WORSE.index(one.outcome)):
+        tags[f"finding.{finding.name.replace(' ', '.', 1)}"] = finding.outcome
+    for task, result in variant.quality.tasks.items() if variant.quality else ():
+        if result.void is not None:
+            tags[f"void.{task}"] = shortened(result.void, LONGEST_TAG)
+    lines = [f"- {finding.name}: **{finding.outcome}**: {finding.because}" for finding in variant.findings]
     lines += [f"- {failure.stage} {failure.reason}: {failure.message}" for failure in variant.failures]
     lines += [f"- {note}" for note in variant.validity]
     if lines:
@@ -83,8 +93,16 @@ def variant_tags(variant: VariantReport, *, baseline_name: str) -> dict[str, str
 
 
 def run_key(report: Report) -> str:
-    """What makes a report the same one again, also to later releases: fields that hold their default don't count."""
-    return digest(report.model_dump(mode="json", exclude_defaults=True))
+    """What makes a report the same one again, also to later releases: fields that hold their default don't count.
+
+    Nor does the seal of its file, which a report that was just made hasn't got yet.
+    """
+    return digest(report.model_dump(mode="json", exclude_defaults=True, exclude={"content_sha256"}))
+
+
+def promotion_key(report: Report, variant: str, checkpoint_digest: str) -> str:
+    """What makes a promotion the same one again: the report, the variant, the digest of its files."""
+    return digest([run_key(report), variant, checkpoint_digest])
 
 
 def start_ms(report: Report) -> int:

@@ -22,18 +22,17 @@ from pipeline.distribution_results import DistributionResult
 from pipeline.measured import Distribution
 from pipeline.null_run import null_noise
 from pipeline.paired_drop import paired_drop
-from pipeline.power_tables import group_scores
-from pipeline.results import Sample, TaskResult, VariantResults
+from pipeline.results import TaskResult, VariantResults
+from pipeline.scores import group_scores, paired_scores, score_interval
 from pipeline.serving_results import ServingRow
 from pipeline.speed_results import SpeedResult, SpeedRow
+from pipeline.statistics import normal_interval
 
 LONGEST_NAME = 250
 LONGEST_PARAM = 6000
 LONGEST_TAG = 8000
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
-Z95 = 1.959963984540054
-"""Quantile of the normal distribution that 95 % lie within, on both sides."""
 CUT = "… (cut; all of it is in report.md)"
 
 Item = TypeVar("Item")
@@ -136,9 +135,7 @@ def _speed(variant: VariantResults) -> Iterator[TrackedMetric]:
     for row in _measured_rows(variant.speed):
         yield from _fields("speed", row, SPEED_FIELDS, step=row.batch_size)
         # Run tables and searches see a series' last step only, the largest batch: each size has its own name too.
-        yield from _fields(
-            f"speed.batch_{row.batch_size}", row, ("decode_tokens_per_s", "prefill_tokens_per_s")
-        )
+        yield from _fields(f"speed.{speed_place(row)}", row, ("decode_tokens_per_s", "prefill_tokens_per_s"))
         repeated = {
             "ttft_s": row.ttft_s,
             "tpot_s": row.tpot_s,
@@ -153,10 +150,7 @@ def _speed(variant: VariantResults) -> Iterator[TrackedMetric]:
 
 
 def _lengths(speed: SpeedResult) -> Iterator[TrackedMetric]:
-    """Prefill by length and decode by depth under names of their own: `pp512_ttft_s`, `tg64_d4096_tpot_s`.
-
-    A prefill in chunks is `pp2048_chunk256_ttft_s`.
-    """
+    """Prefill by length and decode by depth under names of their own: `pp512.ttft_s`, `tg64_d4096.tpot_s`."""
     rows = [(row, PREFILL_FIELDS) for row in speed.of("prefill")]
     rows += [(row, DEPTH_FIELDS) for row in speed.of("depth")]
     for row, names in rows:
@@ -164,12 +158,18 @@ def _lengths(speed: SpeedResult) -> Iterator[TrackedMetric]:
             value = getattr(row, name)
             number = value.median if isinstance(value, Distribution) else value
             if number is not None:
-                words = row.name.replace(" @ ", "_").replace(" in chunks of ", "_chunk")
-                yield TrackedMetric(f"speed.{words}_{name}", number)
+                yield TrackedMetric(f"speed.{speed_place(row)}.{name}", number)
+
+
+def speed_place(row: SpeedRow) -> str:
+    """A row's part of a metric's name: batch_8, pp512, pp2048_chunk256, tg64_d4096."""
+    if row.test == "batch":
+        return f"batch_{row.batch_size}"
+    return row.name.replace(" @ ", "_").replace(" in chunks of ", "_chunk")
 
 
 def _serving(variant: VariantResults) -> Iterator[TrackedMetric]:
-    """`serving.static_ttft_s_p99`, `serving.continuous_gain` … by concurrency; `serving.open_…` as they came."""
+    """`serving.static_ttft_p99_s`, `serving.continuous_gain` … by concurrency; `serving.open_…` as they came."""
     if variant.serving is None:
         return
     for row in variant.serving.rows:
@@ -191,13 +191,23 @@ def _serving_figures(row: ServingRow) -> Iterator[tuple[str, float]]:
         times = getattr(row, name)
         if times is not None:
             yield from (
-                (f"{name}_{figure}", getattr(times, figure)) for figure in ("mean", "p50", "p90", "p99")
+                (percentile_name(name, figure), getattr(times, figure))
+                for figure in ("mean", "p50", "p90", "p99")
             )
     if row.goodput is not None:
         yield from (
             ("goodput_requests_per_s", row.goodput.requests_per_s),
             ("goodput_share", row.goodput.share),
         )
+
+
+def percentile_name(field: str, figure: str) -> str:
+    """The unit ends the name.
+
+    >>> percentile_name("ttft_s", "p99")
+    'ttft_p99_s'
+    """
+    return f"{field.removesuffix('_s')}_{figure}_s"
 
 
 def _number(name: str, value: Distribution | float | None) -> Iterator[TrackedMetric]:
@@ -235,7 +245,8 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
         yield TrackedMetric(f"quality.{group}.{metric}_plain", pooled.plain)
         if pooled.weighted_stderr is not None:
             yield TrackedMetric(f"quality.{group}.{metric}_stderr", pooled.weighted_stderr)
-            yield from _bounds(f"quality.{group}.{metric}", _normal(pooled.weighted, pooled.weighted_stderr))
+            interval = normal_interval(pooled.weighted, pooled.weighted_stderr)
+            yield from _bounds(f"quality.{group}.{metric}", interval)
     if variant.quality.agreement is not None:
         names = ("kl_mean_nats", "kl_p99_nats", "same_top1_share", "same_greedy_tokens")
         yield from _fields("quality.engines", variant.quality.agreement, names)
@@ -244,39 +255,17 @@ def _quality(variant: VariantResults) -> Iterator[TrackedMetric]:
 
 
 def _task(task: str, result: TaskResult) -> Iterator[TrackedMetric]:
-    """A task's scores, each with its standard error and its 95 % interval where there is one."""
+    """A task's scores, each with its standard error and its 95 % interval where there is one; none of a void task."""
     yield TrackedMetric(f"quality.{task}.documents", result.documents)
     if result.available_documents is not None:
         yield from _fields(f"quality.{task}", result, ("available_documents", "look_confidence"))
     for metric, score in result.metrics.items():
-        if score.score is None:
+        if score.score is None or result.void is not None:
             continue
         yield TrackedMetric(f"quality.{task}.{metric}", score.score)
         if score.stderr is not None:
             yield TrackedMetric(f"quality.{task}.{metric}_stderr", score.stderr)
         yield from _bounds(f"quality.{task}.{metric}", score_interval(result, metric))
-
-
-def score_interval(result: TaskResult, metric: str) -> tuple[float, float] | None:
-    """The score's two-sided 95 % interval: Wilson's for right and wrong answers, else 1.96 standard errors.
-
-    Wilson (Journal of the American Statistical Association 22, 1927): never empty, not even where all is right.
-    """
-    values = [sample.metrics[metric] for sample in result.samples if metric in sample.metrics]
-    score = result.metrics[metric]
-    if values and len(values) == result.documents and all(value in (0, 1) for value in values):
-        count, share = len(values), sum(values) / len(values)
-        scale = 1 + Z95**2 / count
-        middle = share + Z95**2 / (2 * count)
-        reach = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
-        return (middle - reach) / scale, (middle + reach) / scale
-    if score.score is None or score.stderr is None:
-        return None
-    return _normal(score.score, score.stderr)
-
-
-def _normal(score: float, stderr: float) -> tuple[float, float]:
-    return score - Z95 * stderr, score + Z95 * stderr
 
 
 def _bounds(name: str, interval: tuple[float, float] | None) -> Iterator[TrackedMetric]:
@@ -353,29 +342,20 @@ def _memory_fraction(variant: VariantResults, baseline: VariantResults) -> Itera
 
 def _quality_differences(variant: VariantResults, baseline: VariantResults) -> Iterator[TrackedMetric]:
     """Candidate minus baseline of every score, where both answered the same documents in the same way."""
-    try:
-        before, after = comparable_quality(baseline, variant)
-    except UnmeasuredError:
-        return
-    for task in after.tasks:
-        try:
-            first, second, pairs = comparable_task(task, before, after)
-        except UnmeasuredError:
-            continue
-        for metric, score in second.metrics.items():
-            old = _score_on(pairs, metric, first)
-            if score.score is not None and old is not None:
-                name = f"vs_baseline.quality.{task}.{metric}_difference"
-                yield TrackedMetric(name, score.score - old)
-                if metric == second.primary_metric:
-                    yield from _bounds(name, _difference_interval(task, metric, pairs))
+    for (task, metric), scores in paired_scores(variant, baseline=baseline).items():
+        name = f"vs_baseline.quality.{task}.{metric}_difference"
+        yield TrackedMetric(name, scores.change)
+        assert variant.quality is not None, "it was compared"
+        if metric == variant.quality.tasks[task].primary_metric:
+            yield from _bounds(name, _difference_interval(task, metric, variant, baseline))
 
 
 def _difference_interval(
-    task: str, metric: str, pairs: Sequence[tuple[Sample, Sample]]
+    task: str, metric: str, variant: VariantResults, baseline: VariantResults
 ) -> tuple[float, float] | None:
     """Bounds of the paired difference, each one-sided at 95 % as the gate's; None for metrics that are no scores."""
     try:
+        _, _, pairs = comparable_task(task, *comparable_quality(baseline, variant))
         values = metric_pairs(task, metric, pairs)
     except UnmeasuredError:
         return None
@@ -383,16 +363,6 @@ def _difference_interval(
         return None
     drop = paired_drop(metric, values, confidence=0.95)
     return None if drop.lower is None or drop.upper is None else (-drop.upper, -drop.lower)
-
-
-def _score_on(pairs: Sequence[tuple[Sample, Sample]], metric: str, baseline: TaskResult) -> float | None:
-    """The baseline's score on the documents of `pairs`, which may be some of those that it answered."""
-    if metric not in baseline.metrics:
-        return None
-    if len(pairs) == baseline.documents:
-        return baseline.metrics[metric].score
-    values = [before.metrics[metric] for before, _ in pairs if metric in before.metrics]
-    return sum(values) / len(values) if len(values) == len(pairs) else None
 
 
 def _unique(metrics: Iterable[TrackedMetric]) -> Iterator[TrackedMetric]:

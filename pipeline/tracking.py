@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 EXPERIMENT = "pipeline"
+CONTESTS = 5
+"""How often two processes that begin to log one report at the same moment may withdraw."""
 
 
 class TrackResult(Value):
@@ -77,6 +81,10 @@ class TrackResult(Value):
     run_id: str | None
     tracked: bool
     because: str
+
+
+class _Contested(Exception):  # noqa: N818  (a turn of events, caught here)
+    """Another process has begun to log the same report."""
 
 
 @dataclass
@@ -141,17 +149,22 @@ def _track(
     experiment_id = patiently(lambda: _experiment_id(client, experiment, location), stop=stop)
     session = _Session(client, experiment_id, report, run_key=run_key(report), stop=stop)
     _close_stale_runs(session)
-    known = _find(session, f"tags.`pipeline.run_key` = '{session.run_key}' and tags.`pipeline.part` = 'run'")
-    if known is not None:
-        if known.data.tags.get("pipeline.complete") == "true":
+    for _ in range(CONTESTS):
+        known = _known_run(session)
+        if known is not None and known.data.tags.get("pipeline.complete") == "true":
             return TrackResult(run_id=known.info.run_id, tracked=True, because="logged before; nothing added")
-        if known.info.status == "RUNNING":
+        if known is not None and known.info.status == "RUNNING":
             owner = f"process {known.data.tags.get('pipeline.pid')} on {known.data.tags.get('pipeline.host')}"
-            return TrackResult(
-                run_id=known.info.run_id, tracked=False, because=f"{owner} is logging this report now"
-            )
-    run_id = _log_everything(session, known, run_folder=run_folder, note=note)
-    return TrackResult(run_id=run_id, tracked=True, because=f"logged to {store.shown}")
+            because = f"{owner} is logging this report now"
+            return TrackResult(run_id=known.info.run_id, tracked=False, because=because)
+        try:
+            run_id = _log_everything(session, known, run_folder=run_folder, note=note)
+        except _Contested:
+            # The other may have withdrawn as well: whoever wakes first begins, and the later one sees that.
+            time.sleep(random.uniform(0.2, 3))
+        else:
+            return TrackResult(run_id=run_id, tracked=True, because=f"logged to {store.shown}")
+    return TrackResult(run_id=None, tracked=False, because="others are logging this report now")
 
 
 def _log_everything(session: _Session, known: Run | None, *, run_folder: Path, note: str) -> str:
@@ -164,6 +177,8 @@ def _log_everything(session: _Session, known: Run | None, *, run_folder: Path, n
         session.ask(lambda: session.client.set_tag(run_id, "pipeline.complete", "true"))
     except Interrupted:
         _end_open_runs(session, "KILLED")
+        raise
+    except _Contested:
         raise
     except BaseException:
         _end_open_runs(session, "FAILED")
@@ -182,6 +197,8 @@ def _log_run(session: _Session, known: Run | None, *, run_folder: Path, note: st
     if note:
         tags["mlflow.note.content"] = note
     run_id = _start(session, known, name=Path(report.recipe).stem, tags=tags)
+    if known is None:
+        _withdraw_if_contested(session, run_id)
     metrics = []
     if report.device is not None:
         bandwidth = report.device.read_bandwidth_bytes_per_s
@@ -308,6 +325,33 @@ def _experiment_id(client: MlflowClient, name: str, artifact_location: str | Non
     return str(found.experiment_id)
 
 
+def _known_run(session: _Session) -> Run | None:
+    """The parent run of this report: the complete one, else the oldest."""
+    found = session.ask(lambda: session.client.search_runs([session.experiment_id], _parents_of(session)))
+    return min(
+        found,
+        key=lambda run: (run.data.tags.get("pipeline.complete") != "true", run.info.start_time),
+        default=None,
+    )
+
+
+def _parents_of(session: _Session) -> str:
+    return f"tags.`pipeline.run_key` = '{session.run_key}' and tags.`pipeline.part` = 'run'"
+
+
+def _withdraw_if_contested(session: _Session, run_id: str) -> None:
+    """Delete this new run and raise _Contested where another process made one of the same report at the same moment.
+
+    A store has no lock that all of its users can hold. But each makes its run before it looks, so of two at least one
+    sees the other's.
+    """
+    found = session.ask(lambda: session.client.search_runs([session.experiment_id], _parents_of(session)))
+    if any(run.info.run_id != run_id for run in found):
+        session.ask(lambda: session.client.delete_run(run_id))
+        session.open_runs.remove(run_id)
+        raise _Contested
+
+
 def _find(session: _Session, condition: str) -> Run | None:
     """The oldest run of the experiment for which `condition` holds."""
     runs = session.ask(
@@ -324,8 +368,9 @@ def _start(session: _Session, known: Run | None, *, name: str, tags: Mapping[str
     if known is not None:
         run_id = str(known.info.run_id)
         session.open_runs.append(run_id)
-        session.ask(lambda: session.client.update_run(run_id, status="RUNNING"))
+        # The owner first: a RUNNING run of a dead owner is one that others end.
         _log_values(session, run_id, metrics=(), params={}, tags=owner)
+        session.ask(lambda: session.client.update_run(run_id, status="RUNNING"))
         return run_id
     identity = {key: value for key, value in tags.items() if key.startswith(("pipeline.", "mlflow.parent"))}
     run = session.ask(

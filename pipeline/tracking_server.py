@@ -22,18 +22,20 @@ import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pipeline.errors import Interrupted, StageError, UsageError
 from pipeline.interruption import first_signal_interrupts
 from pipeline.tracking import EXPERIMENT
 from pipeline.tracking_store import (
     TrackingStore,
+    ask_server,
     default_environment,
     expected_errors,
     open_client,
     quiet,
     redact,
+    remedy,
     tracking_store,
 )
 
@@ -46,12 +48,13 @@ STOP_PATIENCE_S = 10.0
 
 @dataclass
 class Dashboard:
-    """Pages being served; `comparison` is that of the last run's variants, None while no run is logged.
+    """Pages being served; `runs` are those of the experiment and `comparison` that of the last run's variants.
 
-    `process` is None where the pages are those of a server that somebody else runs.
+    Both are None while no run is logged. `process` is None where the server is somebody else's.
     """
 
     address: str
+    runs: str | None
     comparison: str | None
     run_id: str | None
     process: subprocess.Popen[bytes] | None = None
@@ -72,16 +75,16 @@ def dashboard(*, tracking_uri: str | None, port: int) -> Iterator[Dashboard]:
     store = tracking_store(tracking_uri)
     if not store.is_server:
         _refuse_taken(port)
-    run_id, query = _last_comparison(store)
+    found = _last_comparison(store)
     if store.is_server:
-        yield _dashboard(store.shown.rstrip("/"), query, run_id)
+        yield _dashboard(without_login(store.uri).rstrip("/"), found)
         return
     with tempfile.TemporaryFile() as log:
         process = _start(store, port=port, log=log)
         try:
             address = f"http://{HOST}:{port}"
             _wait_until_it_answers(address, process, log, store=store)
-            served = _dashboard(address, query, run_id)
+            served = _dashboard(address, found)
             served.process = process
             yield served
         finally:
@@ -92,10 +95,17 @@ def serve_pages(*, port: int, say: Callable[[str], None], as_json: bool, in_brow
     """The `dashboard` command: tell the addresses, serve until Ctrl-C or SIGTERM, which end it in good order."""
     ended = contextlib.suppress(Interrupted, KeyboardInterrupt)
     with first_signal_interrupts(), ended, dashboard(tracking_uri=None, port=port) as served:
-        told = {"address": served.address, "comparison": served.comparison, "run_id": served.run_id}
+        told = {
+            "address": served.address,
+            "runs": served.runs,
+            "comparison": served.comparison,
+            "run_id": served.run_id,
+        }
+        nothing = "no run is logged yet"
         lines = [
             f"MLflow: {served.address}",
-            f"last run's variants: {served.comparison or 'no run is logged yet'}",
+            f"runs: {served.runs or nothing}",
+            f"last run's variants: {served.comparison or nothing}",
         ]
         say(json.dumps(told) if as_json else "\n".join(lines))
         if in_browser:
@@ -103,8 +113,20 @@ def serve_pages(*, port: int, say: Callable[[str], None], as_json: bool, in_brow
         served.wait()
 
 
-def _dashboard(address: str, query: str | None, run_id: str | None) -> Dashboard:
-    return Dashboard(address, None if query is None else f"{address}/#/{query}", run_id)
+@dataclass(frozen=True)
+class _LastRun:
+    """The last run of a recipe, and paths of pages behind `ADDRESS/#/`."""
+
+    run_id: str
+    runs: str
+    comparison: str | None
+
+
+def _dashboard(address: str, last: _LastRun | None) -> Dashboard:
+    if last is None:
+        return Dashboard(address, None, None, None)
+    comparison = None if last.comparison is None else f"{address}/#/{last.comparison}"
+    return Dashboard(address, f"{address}/#/{last.runs}", comparison, last.run_id)
 
 
 def comparison_path(run_ids: Sequence[str], *, experiment_id: str) -> str:
@@ -113,14 +135,25 @@ def comparison_path(run_ids: Sequence[str], *, experiment_id: str) -> str:
     return f"compare-runs?runs={runs}&experiments={experiments}&{PAGES}"
 
 
-def _last_comparison(store: TrackingStore) -> tuple[str | None, str | None]:
-    """The last run of a recipe, and the path of the page that compares its variants; None where nothing is logged."""
+def without_login(address: str) -> str:
+    """An address that a browser can be sent to: user and password are asked for there, and are no part of a link.
+
+    >>> without_login("https://alice:s3cr3t@host:5000/mlflow")
+    'https://host:5000/mlflow'
+    """
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _last_comparison(store: TrackingStore) -> _LastRun | None:
+    """The last run of a recipe and the pages that show it; None where nothing is logged."""
     with default_environment(), quiet():
         try:
+            ask_server(store)
             client = open_client(store)
             experiment = client.get_experiment_by_name(EXPERIMENT)
             if experiment is None:
-                return None, None
+                return None
             found = client.search_runs(
                 [experiment.experiment_id],
                 "tags.`pipeline.part` = 'run'",
@@ -128,7 +161,7 @@ def _last_comparison(store: TrackingStore) -> tuple[str | None, str | None]:
                 order_by=["attributes.start_time DESC"],
             )
             if not found:
-                return None, None
+                return None
             run_id = str(found[0].info.run_id)
             children = client.search_runs(
                 [experiment.experiment_id],
@@ -137,9 +170,11 @@ def _last_comparison(store: TrackingStore) -> tuple[str | None, str | None]:
             )
         except expected_errors() as error:
             said = redact(" ".join(str(error).split()), uri=store.uri)[:600]
-            raise StageError(f"MLflow at {store.shown}: {said}") from None
+            raise StageError(f"MLflow at {store.shown}: {said}{remedy(said, store)}") from None
     ids = [str(child.info.run_id) for child in children]
-    return run_id, comparison_path(ids, experiment_id=str(experiment.experiment_id)) if ids else None
+    place = str(experiment.experiment_id)
+    comparison = comparison_path(ids, experiment_id=place) if ids else None
+    return _LastRun(run_id, f"experiments/{place}/runs?{PAGES}", comparison)
 
 
 def _refuse_taken(port: int) -> None:

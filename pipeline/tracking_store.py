@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -56,6 +57,11 @@ class TrackingStore:
     """Of a new experiment; None leaves it to the server."""
     lock: Path | None = None
     """Held while the tables of a SQLite file are created: two processes doing so at once break it."""
+
+    @property
+    def database(self) -> Path | None:
+        """The SQLite file, if it is one."""
+        return _sqlite_path(self.uri) if self.lock is not None else None
 
     @property
     def shown(self) -> str:
@@ -247,6 +253,8 @@ def owner_is_alive(tags: Mapping[str, str]) -> bool:
 LOCK_PATIENCE_S = 45.0
 """How long a locked SQLite file, or another process creating its tables, is waited for."""
 
+SIGN_IN = "(user and password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD)"
+
 TRANSIENT = ("database is locked", "already exists", "duplicate column", "no such table")
 """What SQLite says while another process writes, or while it creates the tables."""
 
@@ -261,10 +269,14 @@ def expected_errors() -> tuple[type[Exception], ...]:
 
 
 def remedy(said: str, store: TrackingStore) -> str:
-    """What mends a database that an older MLflow made, or whose making was killed between two migrations."""
-    if "out-of-date database schema" not in said.lower():
+    """What mends a missing driver, a database of another MLflow, or one whose making was killed half way."""
+    said = said.lower()
+    if "no module named 'psycopg'" in said:
+        return "; install the driver, pip install 'psycopg[binary]'"
+    if "out-of-date database schema" not in said:
         return ""
-    made = f"; if an older MLflow made it: mlflow db upgrade '{store.shown}'"
+    # It says so of a newer schema, too.
+    made = f"; if an older MLflow made it: mlflow db upgrade '{store.shown}'; if a newer one did: install that version"
     if store.lock is None:
         return made
     return f"{made}; if its making was interrupted, it holds no run: remove {_sqlite_path(store.uri)}"
@@ -291,8 +303,18 @@ def ask_server(store: TrackingStore) -> None:
         raise_on_status=False,
         params={"experiment_id": "0"},
     )
-    if answer.status_code not in (200, 404):
+    if answer.history:
+        # What is sent with POST would arrive as GET.
+        raise MlflowException(
+            f"it redirects to {urlsplit(answer.url).scheme}://{urlsplit(answer.url).netloc}: name that"
+        )
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
+        raise MlflowException(f"the server answers 401: {server_message(answer.text)} {SIGN_IN}")
+    # Somebody who may not see the default experiment (403) may have experiments of their own; 404: it was deleted.
+    if answer.status_code not in (HTTPStatus.OK, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
         raise MlflowException(f"the server answers {answer.status_code}: {server_message(answer.text)}")
+    if answer.status_code == HTTPStatus.OK and '"experiment"' not in answer.text:
+        raise MlflowException(f"what answers there is no MLflow server: {answer.text[:100]!r}")
 
 
 def open_client(store: TrackingStore) -> MlflowClient:

@@ -7,7 +7,6 @@ for svg in trade_plots(report):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -25,9 +24,10 @@ from pipeline.plot_marks import (
     plain_ticks,
     short,
 )
-from pipeline.quality_change import QualityChange, perplexity_change, quality_change
+from pipeline.quality_change import QualityChange, shared_changes
+from pipeline.readings import decode_rate, smallest_batch
 from pipeline.report_findings import candidates
-from pipeline.results import Report, VariantReport, VariantResults
+from pipeline.results import Report
 from pipeline.row_axes import WIDTH_IN
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEIGHT_IN = 3.5
+LINE_IN = 0.17
+"""Room of each further line beside the upright axis."""
 LARGEST_POINTS = 30.0
 """Diameter of the variant with the most bytes; areas are in proportion."""
 _BESIDE = tuple(
@@ -43,7 +45,6 @@ _BESIDE = tuple(
     for step in (0, 1, 2, 3)
     for side in (1, -1)
 )
-_Change = Callable[[VariantReport, VariantResults], QualityChange | None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class TradePoint:
     name: str
     place: int
     ships: bool
+    engine: str
     tokens_per_s: float
     resident_bytes: int
     change: QualityChange
@@ -64,21 +66,9 @@ class TradePoint:
         if self.change.low is not None and self.change.high is not None:
             spread = f" ({self.change.low:+,.3g} … {self.change.high:+,.3g})"
         return (
-            f"{self.name}: {self.tokens_per_s:,.4g} tok/s, {self.change.value:+,.3g}{spread} {self.change.unit}, "
-            f"{self.resident_bytes / 1e6:,.1f} MB"
+            f"{self.name}: {self.tokens_per_s:,.4g} tok/s by {self.engine}, {self.change.value:+,.3g}{spread} "
+            f"{self.change.unit}, {self.resident_bytes / 1e6:,.1f} MB"
         )
-
-
-def smallest_batch(report: Report) -> int | None:
-    """The smallest batch of the workload that was run."""
-    sizes = [row.batch_size for one in report.variants if one.speed for row in one.speed.of("batch")]
-    return min(sizes, default=None)
-
-
-def decode_rate(variant: VariantReport, batch_size: int) -> float | None:
-    """Tokens per second of the whole batch; None where it wasn't measured or is void."""
-    row = variant.speed.row(batch_size) if variant.speed else None
-    return row.decode_tokens_per_s if row and row.outcome == "measured" else None
 
 
 def trade_points(report: Report) -> tuple[tuple[TradePoint, ...], ...]:
@@ -86,36 +76,37 @@ def trade_points(report: Report) -> tuple[tuple[TradePoint, ...], ...]:
 
     Variants without one of the three figures aren't among them.
     """
-    by_first = _points(report, lambda one, baseline: quality_change(one, baseline=baseline))
-    by_perplexity = _points(report, lambda one, baseline: perplexity_change(one, baseline=baseline))
+    by_first = _points(report, by_perplexity=False)
+    by_perplexity = _points(report, by_perplexity=True)
     groups = {points[0].change.unit: points for points in (by_perplexity, by_first) if points}
     return tuple(reversed(groups.values()))
 
 
-def _points(report: Report, change_of: _Change) -> tuple[TradePoint, ...]:
+def _points(report: Report, *, by_perplexity: bool) -> tuple[TradePoint, ...]:
     baseline = report.variant(report.baseline)
-    changes = {
-        one.name: change for one in candidates(report) if baseline and (change := change_of(one, baseline))
-    }
-    units = [change.unit for change in changes.values()]
-    if not units:
+    if baseline is None:
         return ()
-    changes[report.baseline] = QualityChange(value=0.0, low=None, high=None, unit=units[0])
+    changes = shared_changes(candidates(report), baseline=baseline, by_perplexity=by_perplexity)
+    if not changes:
+        return ()
+    unit = next(change.unit for change in changes.values())
+    changes[report.baseline] = QualityChange(value=0.0, low=None, high=None, unit=unit)
     found = (_point(report, place, changes.get(one.name)) for place, one in enumerate(report.variants))
-    points = tuple(point for point in found if point is not None and point.change.unit == units[0])
+    points = tuple(point for point in found if point is not None)
     return points if len(points) > 1 else ()
 
 
 def _point(report: Report, place: int, change: QualityChange | None) -> TradePoint | None:
-    variant, size = report.variants[place], smallest_batch(report)
-    rate = None if size is None else decode_rate(variant, size)
-    memory = variant.loaded_memory
+    variant = report.variants[place]
+    rate, memory = decode_rate(variant, smallest_batch(report.variants)), variant.loaded_memory
     if change is None or not rate or memory is None or memory.weight_bytes_resident <= 0:
         return None
+    assert variant.speed is not None, "it has a rate"
     return TradePoint(
         name=variant.name,
         place=place,
         ships=variant.verdict == "ship",
+        engine=variant.speed.engine,
         tokens_per_s=rate,
         resident_bytes=memory.weight_bytes_resident,
         change=change,
@@ -124,7 +115,7 @@ def _point(report: Report, place: int, change: QualityChange | None) -> TradePoi
 
 def trade_svg(report: Report, points: tuple[TradePoint, ...], *, key: str) -> str:
     """The plot of one group of points."""
-    batch = smallest_batch(report)
+    batch = smallest_batch(report.variants)
     assert batch is not None, "points have rates"
     view = _View(points=points, batch_size=batch, baseline=report.baseline)
     return inline_svg(key, size_in=(WIDTH_IN, HEIGHT_IN), title=view.title, paint=view.paint)
@@ -142,11 +133,13 @@ class _View:
         return f"Decode speed at batch {self.batch_size} against change of quality, memory as size: {told}"
 
     def paint(self, figure: Figure) -> dict[str, str]:
+        left_in = LEFT_IN + LINE_IN * self._label.count("\n")
+        below_in = BOTTOM_IN + LINE_IN * (len(self._engines) > 1)
         box = (
-            LEFT_IN / WIDTH_IN,
-            BOTTOM_IN / HEIGHT_IN,
-            1 - (LEFT_IN + RIGHT_IN) / WIDTH_IN,
-            1 - (BOTTOM_IN + TOP_IN) / HEIGHT_IN,
+            left_in / WIDTH_IN,
+            below_in / HEIGHT_IN,
+            1 - (left_in + RIGHT_IN) / WIDTH_IN,
+            1 - (below_in + TOP_IN) / HEIGHT_IN,
         )
         axes = figure.add_axes(box)
         self._scale(axes)
@@ -169,10 +162,19 @@ class _View:
         axes.set_xlim(min(rates) / 1.7, 1.7 * max(rates))
         room = 0.18 * (max(values) - min(values) or 1)
         axes.set_ylim(min(values) - room, max(values) + room)
-        axes.set_xlabel(f"decode at batch {self.batch_size}, tok/s →")
-        axes.set_ylabel(f"{fill(self.points[0].change.unit, 30)} →")
+        beside = f"\n(engines differ: {', '.join(self._engines)})" if len(self._engines) > 1 else ""
+        axes.set_xlabel(f"decode at batch {self.batch_size}, tok/s →{beside}")
+        axes.set_ylabel(self._label)
         plain_ticks(axes.xaxis, axes.get_xlim(), plain)
         axes.axhline(0, color=FAINT, linewidth=0.9, gid="no-change", zorder=1)
+
+    @property
+    def _engines(self) -> list[str]:
+        return list(dict.fromkeys(one.engine for one in self.points))
+
+    @property
+    def _label(self) -> str:
+        return f"{fill(self.points[0].change.unit, 30)} →"
 
     def _draw(self, axes: Axes, one: TradePoint, *, size_points: float) -> None:
         rate, change = one.tokens_per_s, one.change
@@ -197,6 +199,7 @@ class _View:
     def _name(self, axes: Axes, sizes: list[float]) -> None:
         """Names beside the discs, the baseline's first; those that find no room are in hover texts and tables."""
         labels = Labels(axes, places=_BESIDE)
+        labels.keep_line_clear(0)
         for one, size in zip(self.points, sizes, strict=True):
             labels.keep_clear(one.tokens_per_s, one.change.value, radius_points=size / 2 + 1)
         for one in sorted(self.points, key=lambda point: point.name != self.baseline):

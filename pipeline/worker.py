@@ -9,7 +9,9 @@ then reads one question a line as JSON, answers each, and ends at end of input.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import json
 import os
 import signal
@@ -53,9 +55,9 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  (the parent needs the reason; the traceback goes to the log)
         from pipeline.stages import first_line, is_out_of_memory
 
-        traceback.print_exc()
         reason = "out_of_memory" if is_out_of_memory(error) else "failed"
         emit("failure", reason=reason, message=f"{type(error).__name__}: {first_line(error)}")
+        traceback.print_exc()
         return 4
     return 0
 
@@ -100,10 +102,25 @@ def _opened(stage: str, request: str) -> Any:
     return stages.SpeedSession(stages.SpeedRequest.model_validate_json(request))
 
 
+class _Log(io.TextIOWrapper):
+    """Standard error, which is the log: on a full disk a line is lost, not the work of hours that printed it."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def _take_over_stdout() -> TextIO:
     """Keep standard output for the protocol and send everything that libraries print to standard error."""
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    log = os.fdopen(os.dup(2), "wb", buffering=0)
+    sys.stdout = sys.stderr = _Log(log, encoding="utf-8", errors="backslashreplace", write_through=True)
     return protocol
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,14 @@ def _marked(what: str, error: yaml.MarkedYAMLError) -> str:
     return one_line(f"{line}{what}: {shortened(str(error.problem or error.context), limit=200)}")
 
 
+def _near_file(path: Path) -> str:
+    """A YAML file of nearly that name, in the same folder or among the recipes here."""
+    folders = dict.fromkeys((path.parent, Path("recipes")))
+    known = [file for folder in folders if folder.is_dir() for file in sorted(folder.glob("*.yaml"))]
+    near = get_close_matches(path.stem, [file.stem for file in known], n=1, cutoff=0.6)
+    return next((f"; did you mean {file}?" for file in known if near and file.stem == near[0]), "")
+
+
 def read_text(path: Path) -> str:
     """The file's text, always as UTF-8 (a byte-order mark is dropped). Raises RecipeError naming the file."""
     try:
@@ -228,7 +237,7 @@ def read_text(path: Path) -> str:
             raise RecipeError(f"{path}: is a device; name a recipe file, for example recipes/demo.yaml")
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file") from None
+        raise RecipeError(f"{path}: no such file{_near_file(path)}") from None
     except IsADirectoryError:
         raise RecipeError(f"{path}: is a folder; name a recipe file, for example recipes/demo.yaml") from None
     except OSError as error:

@@ -21,5 +21,7 @@ def mounted_disk(folder: Path, *, kibibytes: int) -> Iterator[Path]:
         mounted = False
     if not mounted:
         pytest.skip("file systems can't be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

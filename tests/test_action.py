@@ -1,23 +1,32 @@
-"""action.yml: its inputs are used, and its script keeps the run's exit code whatever becomes of the outputs."""
+"""action.yml, run step by step as GitHub's runner would: exit codes, outputs, what is uploaded, hostile inputs."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.composite_action import Job, run_action
+from tests.quality_tasks import CHOICES, questions, write_task
+from tests.tiny_models import write_llama
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "action.yml").read_text("utf-8")
 ACTION: dict[str, Any] = yaml.safe_load(TEXT)
-STEPS = {step.get("name", step.get("uses")): step for step in ACTION["runs"]["steps"]}
+SETUP, UPLOAD = "actions/setup-python", "actions/upload-artifact"
+LINE = {"verdict": "no-ship", "pick": None, "report": "/store/runs/a b/report.json"}
+
+
+def ended(folder: Path, *, code: int, line: dict[str, Any] | None, **inputs: str) -> Job:
+    """The action where the program says `line` and ends with `code`."""
+    workspace = folder / "workspace"
+    workspace.mkdir()
+    given = {"recipe": "my recipe.yaml", **{name.replace("_", "-"): value for name, value in inputs.items()}}
+    return run_action(ACTION, workspace, inputs=given, ends=(code, json.dumps(line) if line else ""))
 
 
 def test_every_input_is_used_and_every_used_one_declared() -> None:
@@ -26,7 +35,7 @@ def test_every_input_is_used_and_every_used_one_declared() -> None:
 
 
 def test_no_expression_stands_inside_a_script() -> None:
-    scripts = [step["run"] for step in STEPS.values() if "run" in step]
+    scripts = [step["run"] for step in ACTION["runs"]["steps"] if "run" in step]
     assert scripts
     assert not [script for script in scripts if "${{" in script]
 
@@ -36,69 +45,159 @@ def test_the_pinned_torch_is_the_one_of_the_makefile() -> None:
     assert len(pins) == 1
 
 
-def test_the_report_is_kept_whatever_the_verdict() -> None:
-    assert STEPS["Keep the report"]["if"].startswith("${{ always() &&")
-
-
-class Ran:
-    """What the action's script left: exit code, outputs, the arguments that the program got."""
-
-    def __init__(self, folder: Path, *, code: int, line: dict[str, Any] | None, **inputs: str) -> None:
-        recorded, output = folder / "arguments", folder / "output"
-        said = "" if line is None else json.dumps(line)
-        python = folder / "python"
-        python.write_text(
-            f'#!/bin/bash\nif [ "$1" = - ]; then exec {shlex.quote(sys.executable)} "$@"; fi\n'
-            f'printf "%s\\n" "$@" > {shlex.quote(str(recorded))}\nprintf %s {shlex.quote(said)}\nexit {code}\n',
-            encoding="utf-8",
-        )
-        python.chmod(0o755)
-        output.touch()
-        environment = {
-            **os.environ,
-            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-            "RUNNER_TEMP": str(folder),
-            "GITHUB_OUTPUT": str(output),
-            "RECIPE": "my recipe.yaml",
-            "BASELINE_RUN": "",
-            "INCONCLUSIVE": "fail",
-            **inputs,
-        }
-        script = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS["Run"]["run"]]
-        self.done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-        self.arguments = recorded.read_text("utf-8").splitlines() if recorded.exists() else []
-        self.outputs = dict(one.split("=", 1) for one in output.read_text("utf-8").splitlines())
-
-
-LINE = {"verdict": "no-ship", "pick": None, "report": "/store/runs/a b/report.json"}
+# --- what becomes of a run's end ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 130])
-def test_the_step_ends_with_the_run_s_exit_code(tmp_path: Path, code: int) -> None:
-    ran = Ran(tmp_path, code=code, line=LINE)
-    assert ran.done.returncode == code, ran.done.stderr
-    assert ran.outputs == {"verdict": "no-ship", "pick": "", "folder": "/store/runs/a b"}
-    assert ran.arguments == ["-m", "pipeline", "run", "my recipe.yaml"]
+def test_the_job_ends_with_the_run_s_exit_code_and_keeps_the_report(tmp_path: Path, code: int) -> None:
+    job = ended(tmp_path, code=code, line=LINE)
+    assert job.code == code, job.said
+    assert job.outputs == {"verdict": "no-ship", "pick": "", "folder": "/store/runs/a b"}
+    assert job.called[-1] == ["-m", "pipeline", "run", "--", "my recipe.yaml"]
+    assert job.used[UPLOAD]["path"] == "/store/runs/a b"
 
 
-@pytest.mark.parametrize(("code", "ending"), [(5, 0), (1, 1), (4, 4)])
+@pytest.mark.parametrize(("code", "ending"), [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 0), (130, 130)])
 def test_only_inconclusive_may_pass(tmp_path: Path, code: int, ending: int) -> None:
-    assert Ran(tmp_path, code=code, line=LINE, INCONCLUSIVE="pass").done.returncode == ending
+    assert ended(tmp_path, code=code, line=LINE, inconclusive="pass").code == ending
 
 
-def test_a_run_that_never_began_leaves_no_outputs_and_its_code(tmp_path: Path) -> None:
-    ran = Ran(tmp_path, code=2, line=None)
-    assert (ran.done.returncode, ran.outputs) == (2, {})
+def test_a_run_that_never_began_leaves_no_outputs_no_artifact_and_its_code(tmp_path: Path) -> None:
+    job = ended(tmp_path, code=2, line=None)
+    assert (job.code, set(job.outputs.values()), set(job.used)) == (2, {""}, {SETUP})
 
 
-def test_the_baseline_run_is_passed_on_as_one_word(tmp_path: Path) -> None:
-    ran = Ran(
-        tmp_path, code=0, line={**LINE, "pick": "int8", "report": None}, BASELINE_RUN="main run; rm -r /"
+def test_a_report_that_was_not_written_is_not_uploaded(tmp_path: Path) -> None:
+    job = ended(tmp_path, code=4, line={**LINE, "pick": "int8", "report": None})
+    assert job.outputs == {"verdict": "no-ship", "pick": "int8", "folder": ""}
+    assert (job.code, set(job.used)) == (4, {SETUP})
+
+
+def test_a_last_line_that_is_no_json_never_passes(tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    job = run_action(ACTION, workspace, inputs={"recipe": "r.yaml"}, ends=(0, "usage: …\n"))
+    assert job.code != 0
+    assert set(job.outputs.values()) == {""}
+
+
+def test_a_success_without_a_word_never_passes(tmp_path: Path) -> None:
+    assert ended(tmp_path, code=0, line=None).code != 0
+
+
+def test_a_value_of_several_lines_sets_no_other_output(tmp_path: Path) -> None:
+    hostile = {
+        "verdict": "no-ship",
+        "pick": "a\nverdict=ship",
+        "report": "/runs/x\nverdict=ship\nEND/report.json",
+    }
+    job = ended(tmp_path, code=1, line=hostile)
+    assert (job.code, job.outputs["verdict"]) == (1, "no-ship")
+    assert job.outputs["folder"] == "/runs/x\nverdict=ship\nEND"
+
+
+# --- inputs -------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    *("$(touch owned)", "`touch owned`", "a; touch owned", "a' ; touch owned; '", 'a"; touch owned; "'),
+    *(
+        "a b  c",
+        "a\ntouch owned\n",
+        "*",
+        "--help",
+        "-",
+        "${{ github.token }}",
+        "%0A::set-output",
+        "é \\n $HOME",
+    ),
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_recipe_and_baseline_run_arrive_as_the_words_that_they_are(tmp_path: Path, value: str) -> None:
+    job = ended(tmp_path, code=1, line=LINE, recipe=value, baseline_run=value)
+    assert job.called[-1] == ["-m", "pipeline", "run", f"--baseline-run={value}", "--", value]
+    assert (job.code, job.outputs["verdict"]) == (1, "no-ship")
+    assert list((tmp_path / "workspace").iterdir()) == []
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_what_is_installed_is_one_word_for_pip(tmp_path: Path, value: str) -> None:
+    job = ended(
+        tmp_path, code=0, line=LINE, extras=value, torch_index=value, artifact=value, python_version=value
     )
-    assert ran.arguments[-2:] == ["--baseline-run", "main run; rm -r /"]
-    assert ran.outputs == {"verdict": "no-ship", "pick": "int8", "folder": ""}
+    torch, package = job.called[:2]
+    assert torch[:3] == package[:3] == ["-m", "pip", "install"]
+    assert torch[-1].startswith("torch==")
+    assert package[-1] == f"{ROOT}[{value}]"
+    assert len(torch) == len(package)
+    assert (job.used[UPLOAD]["name"], job.used[SETUP]["python-version"]) == (value, value)
+    assert list((tmp_path / "workspace").iterdir()) == []
 
 
-def test_a_word_that_is_neither_fail_nor_pass_is_refused(tmp_path: Path) -> None:
-    ran = Ran(tmp_path, code=0, line=LINE, INCONCLUSIVE="yes")
-    assert (ran.done.returncode, ran.arguments) == (2, [])
+@pytest.mark.parametrize("value", ["yes", "", "PASS", "pass\n", "fail|pass", "*", "$(echo pass)"])
+def test_a_word_that_is_neither_fail_nor_pass_is_refused_before_anything_runs(
+    tmp_path: Path, value: str
+) -> None:
+    job = ended(tmp_path, code=5, line=LINE, inconclusive=value)
+    assert job.code == 2
+    assert not [call for call in job.called if "pipeline" in call]
+
+
+def test_without_extras_and_baseline_run_no_empty_words_are_passed(tmp_path: Path) -> None:
+    job = ended(tmp_path, code=0, line=LINE)
+    assert all("" not in call for call in job.called)
+    assert job.called[1][-1] == str(ROOT)
+
+
+# --- the real program ----------------------------------------------------------------------------------------
+
+RECIPE: dict[str, Any] = {
+    "model": "./llama",
+    "baseline": "fp16",
+    "variants": [{"name": "fp16"}, {"name": "int8", "quantizer": {"kind": "quanto", "weights": "int8"}}],
+    "workload": {"prompt_tokens": 8, "new_tokens": 4},
+    "speed": {"batch_sizes": [1], "warmup": 1, "repeats": 3, "min_seconds": 0, "max_cv_percent": 1000},
+    "quality": {"tasks": ["choices"], "task_folders": ["tasks"], "data_folder": "tasks/data", "limit": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recipes that differ in their gate: what one run has measured the others find in the store."""
+    folder = tmp_path_factory.mktemp("checked out") / "my project"
+    folder.mkdir()
+    write_llama(folder / "llama")
+    write_task(folder / "tasks", "choices", CHOICES, questions(16))
+    for name, rule in {
+        "ship": {"kind": "max_memory", "fraction": 0.99},
+        "no-ship": {"kind": "max_memory", "fraction": 0.01},
+        "inconclusive": {"kind": "max_quality_drop", "points": 3},
+    }.items():
+        recipe = {**RECIPE, "gate": [rule]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    return folder
+
+
+def real(workspace: Path, recipe: str, **inputs: str) -> Job:
+    """The action with the package itself, its store and MLflow's in the workspace."""
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PIPELINE_STORE": ".pipeline"}
+    environment["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:9"
+    given = {"recipe": f"{recipe}.yaml", **{name.replace("_", "-"): value for name, value in inputs.items()}}
+    return run_action(ACTION, workspace, inputs=given, environment=environment)
+
+
+@pytest.mark.slow
+def test_each_verdict_of_a_real_run_becomes_the_job_s_end_with_summary_and_artifact(workspace: Path) -> None:
+    for verdict, code in {"ship": 0, "no-ship": 1, "inconclusive": 5}.items():
+        job = real(workspace, verdict)
+        assert (job.code, job.outputs["verdict"]) == (code, verdict), job.said
+        assert job.summary.startswith(f"# {verdict}: ")
+        folder = workspace / job.used[UPLOAD]["path"]
+        assert {"report.html", "report.json", "junit.xml", "figures.csv"} <= {
+            one.name for one in folder.iterdir()
+        }
+        assert job.outputs["pick"] == ("int8" if verdict == "ship" else "")
+        assert ("::error title=int8" in job.said) == (verdict == "no-ship")
+    assert real(workspace, "inconclusive", inconclusive="pass").code == 0
+    assert real(workspace, "no-ship", inconclusive="pass").code == 1

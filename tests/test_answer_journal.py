@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from pipeline.answer_journal import AnswerJournal, PathChecked, Planned, request_key
 from tests.small_disks import mounted_disk
 
+ROOT = Path(__file__).parent.parent
 PLAN = Planned(task="piqa", kind="shared prefixes", requests=("a", "b", "c"), computed_tokens=40)
 CHECKED = PathChecked(task="piqa", up_to_tokens=60, computed_tokens=25, noise_nats=1e-6)
 
@@ -108,6 +111,29 @@ def test_a_full_disk_is_told_once_and_answers_go_on_in_memory(tmp_path: Path) ->
         assert "No space left" in said[0]
         whole = AnswerJournal(path)
         assert 0 < len(whole) < 200
+
+
+KEEP_UNDER_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+from pipeline.answer_journal import AnswerJournal
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+journal = AnswerJournal(Path(sys.argv[1]), tell=print)
+for number in range(20):
+    journal.add({f"{number}": ["some text " * 20, 3, False]})
+print(len(journal))
+"""
+
+
+def test_a_limit_on_file_size_ends_the_file_and_not_the_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    program = [sys.executable, "-c", KEEP_UNDER_A_LIMIT, str(path)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        f"answers are kept in memory only from here on: {path}: File too large",
+        "20",
+    ]
+    assert 0 < len(AnswerJournal(path)) < 20
 
 
 def test_a_folder_that_cannot_be_made_is_no_full_disk(tmp_path: Path) -> None:

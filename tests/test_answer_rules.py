@@ -160,7 +160,7 @@ def test_answers_cut_more_often_than_the_baseline_s_prove_no_length() -> None:
     rule = MaxLengthDrift(percent=10.0)
     finding = one(rule, written(longer(1.0), cut=12), written(BEFORE, cut=2))
     assert finding.outcome == "inconclusive"
-    assert "16.7 % more answers than the baseline's ran into the length limit" in finding.because
+    assert "cut 16.7 % more of the candidate's answers than of the baseline's" in finding.because
     assert one(rule, written(longer(1.0), cut=4), written(BEFORE, cut=2)).outcome == "pass"
 
 
@@ -203,3 +203,78 @@ def test_lengths_need_all_documents_of_tasks_that_generate() -> None:
     rule = MaxLengthDrift(percent=10.0)
     assert rule.early_margins("recite", quality) is None
     assert rule.early_margins("piqa", quality) == ()
+
+
+@pytest.mark.parametrize(
+    ("percent", "cut", "before_cut", "outcome"),
+    [
+        (-2.2, 0, 60, "inconclusive"),  # the baseline's answers would have been longer, all of them
+        (1.0, 60, 0, "inconclusive"),
+        (13.0, 12, 0, "fail"),  # longer still without the limit
+        (13.0, 0, 12, "inconclusive"),  # the baseline's might have been as long
+        (-13.0, 12, 0, "inconclusive"),
+        (-13.0, 0, 12, "fail"),
+    ],
+)
+def test_answers_that_only_one_arm_s_limit_cut_decide_nothing_that_longer_ones_could_change(
+    percent: float, cut: int, before_cut: int, outcome: str
+) -> None:
+    rule = MaxLengthDrift(percent=10.0)
+    finding = one(rule, written(longer(percent), cut=cut), written(BEFORE, cut=before_cut))
+    assert finding.outcome == outcome
+    arm = "candidate" if cut else "baseline"
+    assert (f"more of the {arm}'s answers" in finding.because) == (outcome == "inconclusive")
+
+
+# --- several claims of one rule -------------------------------------------------------------------------
+
+
+def several(rule: Rule, candidates: Sequence[TaskResult], baselines: Sequence[TaskResult]) -> list[Finding]:
+    before, after = (
+        build.variant(name, quality=build.quality(*tasks))
+        for name, tasks in (("fp16", baselines), ("int8", candidates))
+    )
+    return list(rule.judge(baseline=before, candidate=after))
+
+
+def test_one_of_many_floors_that_is_missed_by_chance_is_no_fail() -> None:
+    """At 51 of 100 the bound at 95 % is 0.596, that at 99.5 % (a tenth of the error) 0.641: 0.6 lies between."""
+    near = build.task("near", [1.0] * 51 + [0.0] * 49)
+    others = [build.task(f"t{i}", [1.0] * 90 + [0.0] * 10) for i in range(9)]
+    rule = MinScore(score=0.6, tasks=("near",))
+    assert [found.outcome for found in several(rule, [near], [near])] == ["fail"]
+    rule = MinScore(score=0.6, tasks=("near", *(task.task for task in others)))
+    found = several(rule, [near, *others], [near, *others])
+    assert [one.outcome for one in found] == ["inconclusive", *["pass"] * 9]
+    assert "by itself only: undecided once all 10 are looked at (Holm)" in found[0].because
+
+
+def test_floors_that_are_missed_by_far_fail_among_many_and_make_room_for_the_next() -> None:
+    """Two tasks far under the floor: Holm's second step tests the third at the whole error."""
+    far = [build.task(f"far{i}", [1.0] * 20 + [0.0] * 80) for i in range(2)]
+    near = build.task("near", [1.0] * 51 + [0.0] * 49)
+    tasks = [*far, near]
+    found = several(MinScore(score=0.6, tasks=tuple(task.task for task in tasks)), tasks, tasks)
+    assert [one.outcome for one in found] == ["fail"] * 3
+
+
+def test_one_of_many_tasks_whose_answers_drift_by_chance_is_no_fail() -> None:
+    def arm(lengths: Sequence[Sequence[float]]) -> list[TaskResult]:
+        return [written(one).model_copy(update={"task": f"t{i}"}) for i, one in enumerate(lengths)]
+
+    noisy = [length * (1.14 + 0.1 * (i % 5 - 2)) for i, length in enumerate(BEFORE)]
+    rule = MaxLengthDrift(percent=10.0)
+    (alone,) = several(rule, arm([noisy]), arm([BEFORE]))
+    assert alone.outcome == "fail"
+    found = several(rule, arm([noisy, *[longer(1.0)] * 9]), arm([BEFORE] * 10))
+    assert [one.outcome for one in found] == ["inconclusive", *["pass"] * 9]
+
+
+def test_what_would_decide_reckons_with_an_answer_that_was_not_seen() -> None:
+    """10 of 10 right: Clopper and Pearson's bound is over 0.9 from 29 of 29 on (0.05 ** (1 / 29) = 0.902)."""
+    task = right(10, 10)
+    finding = one(MinScore(score=0.9, tasks=("piqa",)), task, task)
+    assert "about 29 documents would decide" in finding.because
+    for count, outcome in ((28, "inconclusive"), (29, "pass")):
+        task = right(count, count)
+        assert one(MinScore(score=0.9, tasks=("piqa",)), task, task).outcome == outcome

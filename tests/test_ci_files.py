@@ -101,6 +101,14 @@ def test_the_file_is_red_exactly_when_the_run_must_not_ship(outcomes: tuple[str,
     assert bool(skipped) == ("inconclusive" in told)
 
 
+def test_no_two_cases_of_a_suite_share_a_name_so_that_no_reader_drops_the_second() -> None:
+    twice = (finding("pass"), finding("fail", limit=9.0), finding("pass", subject="piqa"))
+    suite = parsed(report_of(candidate(findings=twice, verdict="no-ship"))).find("testsuite[@name='int8']")
+    assert suite is not None
+    cases = {str(case.get("name")): [child.tag for child in case] for case in suite.findall("testcase")}
+    assert cases == {"min_speedup": [], "min_speedup (2)": ["failure"], "min_speedup piqa": []}
+
+
 def test_a_failed_stage_and_an_unexplained_verdict_are_cases_of_their_own() -> None:
     failed = StageFailure(stage="speed", reason="out_of_memory", message="no room")
     broken = candidate(verdict="error", failures=(failed,))
@@ -155,6 +163,13 @@ def test_what_is_void_has_an_outcome_and_no_value() -> None:
     assert "999" not in figures_csv(report_of(variant))
 
 
+def test_what_rules_observed_has_their_bounds_and_two_rules_of_a_kind_two_names() -> None:
+    twice = (finding("pass", interval=(1.0, 1.4)), finding("fail", limit=9.0))
+    rows = lines(report_of(candidate(findings=twice, verdict="no-ship")))
+    gate = [(row["metric"], row["low"], row["spread"]) for row in rows if row["section"] == "gate"]
+    assert gate == [("min_speedup", "1", "bounds"), ("min_speedup (2)", "", "unknown")]
+
+
 def test_a_cell_is_never_a_formula() -> None:
     task = build.task("=HYPERLINK(x)")
     variant = build.variant_report(build.variant("int8", quality=build.quality(task)))
@@ -196,6 +211,32 @@ def test_annotations_name_what_does_not_pass_and_no_text_begins_a_command_of_its
     first, second = workflow_commands(report)
     assert first == ("::error title=int8%3A min_speedup fail::50 %25%0A::set-env name=PATH::/tmp")
     assert second.startswith("::warning title=int8%3A min_speedup inconclusive::")
+
+
+def test_an_error_never_hides_behind_warnings_and_ten_of_each_are_shown() -> None:
+    mixed = candidate(*["inconclusive"] * 12, *["missing"] * 11, "fail")
+    found = [line.partition(" ")[0] for line in workflow_commands(report_of(mixed))]
+    assert found == ["::error"] * 10 + ["::warning"] * 10
+
+
+def test_a_failed_stage_is_an_error_beside_findings_that_only_warn() -> None:
+    failed = StageFailure(stage="capacity", reason="failed", message="no probe ran")
+    broken = candidate("inconclusive", failures=(failed,), verdict="error")
+    first, second = workflow_commands(report_of(broken))
+    assert first == "::error title=int8%3A stage capacity failed::no probe ran"
+    assert second.startswith("::warning ")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "level"), [("no-ship", "error"), ("error", "error"), ("inconclusive", "warning")]
+)
+def test_a_verdict_that_no_finding_explains_is_annotated_with_the_run_s_reasons(
+    verdict: str, level: str
+) -> None:
+    report = report_of(candidate("pass"), verdict=verdict, because=("fp16: fp32 can't be the baseline",))
+    assert workflow_commands(report) == (
+        f"::{level} title=verdict {verdict}::fp16: fp32 can't be the baseline",
+    )
 
 
 def test_in_a_job_the_report_is_in_the_summary_and_elsewhere_nothing_happens(

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from pipeline.cli import main
-from pipeline.commands import PLUGIN_PACKAGES
 from pipeline.data_sheet import DATA_SHEET
+from pipeline.kinds_table import PLUGIN_PACKAGES
 from pipeline.plugins import kinds
 from pipeline.progress import Progress
 from pipeline.quantizers.quanto import Quanto
@@ -137,6 +137,32 @@ def test_a_missing_recipe_ends_with_2_and_one_line(pipeline: Any, tmp_path: Path
     answer = pipeline(command, tmp_path / "none.yaml")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == f"pipeline: {tmp_path / 'none.yaml'}: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"), [("deno.yaml", "demo.yaml"), ("demo", "demo.yaml"), ("none.yaml", "")]
+)
+def test_a_missing_recipe_is_told_with_the_nearest_one(
+    pipeline: Any, tmp_path: Path, typed: str, near: str
+) -> None:
+    (tmp_path / "demo.yaml").touch()
+    said = pipeline("check", tmp_path / typed).err
+    assert said.endswith(f"; did you mean {tmp_path / near}?\n" if near else ": no such file\n")
+
+
+def test_without_a_command_every_command_is_listed(pipeline: Any) -> None:
+    said = pipeline().err
+    assert all(
+        f"\n    {command} " in said for command in ("run", "plan", "check", "gate", "compare", "promote")
+    )
+
+
+def test_a_model_folder_that_cannot_be_ranked_is_told_before_anything_is_timed(
+    pipeline: Any, tmp_path: Path
+) -> None:
+    answer = pipeline("doctor", "--engines", tmp_path / "none")
+    assert (answer.code, answer.out) == (3, "")
+    assert answer.err == f"pipeline: {tmp_path / 'none'}: no such folder\n"
 
 
 @pytest.mark.parametrize("told", ["", "1"])
@@ -282,6 +308,17 @@ def test_a_model_that_is_a_file_is_told_so(pipeline: Any, tmp_path: Path) -> Non
     answer = pipeline("check", write(tmp_path, GOOD.replace("some/model", "./model.safetensors")))
     assert answer.code == 3
     assert f"the model {tmp_path / 'model.safetensors'} is not a folder" in answer.err
+
+
+def test_a_folder_written_like_a_hub_id_is_told_how_to_write_it(
+    pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hint = "did you mean the folder beside the recipe? write model: ./my-model"
+    recipe = write(tmp_path, GOOD.replace("some/model", "my-model"))
+    assert hint not in pipeline("check", recipe).err
+    (tmp_path / "my-model").mkdir()
+    assert hint in pipeline("check", recipe).err
 
 
 # --- kinds and schema ------------------------------------------------------------------------------------

@@ -352,7 +352,8 @@ GATE = [
 def gated(
     tmp_path: Path, before: Report, after: Report, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, Report]:
-    for name, report in (("main", before), ("pull", after)):
+    earlier = before.model_copy(update={"started_at": "2025-12-31T03:04:05+00:00"})
+    for name, report in (("main", earlier), ("pull", after)):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
         stored(tmp_path / name, report)
     arguments = ["gate", str(tmp_path / "pull"), "--baseline-run", str(tmp_path / "main"), "--json"]

@@ -215,3 +215,32 @@ def test_a_limit_within_the_baseline_s_distance_from_itself_can_t_be_shown_to_be
     assert "from itself" in finding.because
     (finding,) = MaxKl(mean_nats=1e-3).judge(**arms(candidate, null_quality=null))
     assert finding.outcome == "pass"
+
+
+def test_noise_of_the_baseline_softens_passes_and_fails_of_both_rules() -> None:
+    """The null run's windows differ by more than the candidate's, and by more than the limit."""
+    null = build.quality(build.task(), batch_size=1, distribution=held([0.05] * 8, same=[90] * 8, nats=250.0))
+    quiet, far = held([0.01] * 8, same=[99] * 8, nats=251.0), held([0.04] * 8, same=[92] * 8, nats=251.0)
+    for candidate, rule, alone in (
+        (quiet, MaxKl(mean_nats=0.02), "pass"),
+        (far, MaxKl(mean_nats=0.02), "fail"),
+        (quiet, MinTop1Agreement(percent=95.0), "pass"),
+        (far, MinTop1Agreement(percent=95.0), "fail"),
+    ):
+        assert [one.outcome for one in rule.judge(**arms(candidate))] == [alone]
+        (finding,) = rule.judge(**arms(candidate, null_quality=null))
+        assert finding.outcome == "inconclusive"
+        assert "itself" in finding.because
+    (finding,) = MaxKl(mean_nats=0.02).judge(
+        **arms(held([0.2] * 8, same=[60] * 8, nats=251.0), null_quality=null)
+    )
+    assert finding.outcome == "fail", "far beyond the noise"
+
+
+def test_two_limits_on_one_text_are_claims_that_must_hold_together() -> None:
+    """Of 16 windows of a hundred tokens 25 are above: the bound at 95 % is over 1 %, that at 97.5 % isn't."""
+    candidate = outlying([2] * 9 + [1] * 7)
+    (alone,) = MaxKl(p99_nats=0.3).judge(**arms(candidate))
+    mean, p99 = MaxKl(mean_nats=1.0, p99_nats=0.3).judge(**arms(candidate))
+    assert (alone.outcome, mean.outcome, p99.outcome) == ("fail", "pass", "inconclusive")
+    assert "by itself only" in p99.because

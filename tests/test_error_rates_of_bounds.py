@@ -7,15 +7,18 @@ simulation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.distribution import clustered_share_bounds, mean_bounds
+from pipeline.distribution import clustered_share_bounds, mean_bounds, share_bounds
 from pipeline.paired_drop import paired_drop, surely_above, surely_under
-from pipeline.statistics import non_inferiority, paired_bootstrap
+from pipeline.rules.min_score import MinScore
+from pipeline.statistics import holm_claims, non_inferiority, paired_bootstrap
+from tests import result_builders as build
 
 ERROR = 0.05
 Floats = NDArray[np.float64]
@@ -207,3 +210,44 @@ def test_a_share_of_tokens_at_the_limit_ships_and_fails_no_more_often_than_state
     under, above = (bounds[:, 1] < share).mean(), (bounds[:, 0] >= share).mean()
     assert under <= allowed(draws, nominal=stated)
     assert above <= allowed(draws, nominal=stated)
+
+
+# --- several claims of one rule -------------------------------------------------------------------------
+
+
+@cache
+def upper_bound(right: int, tests: int) -> float:
+    """Of the share of right answers, of which a hundred were seen, at a part of the error."""
+    return share_bounds(right, trials=100, confidence=1 - ERROR / tests)[1]
+
+
+def under_floor(counts: Sequence[int], floor: float) -> frozenset[str]:
+    """Numbers of the tasks that surely are under the floor, all together."""
+
+    def holds(right: int, tests: int) -> bool:
+        return upper_bound(right, tests) <= floor
+
+    return holm_claims({str(task): partial(holds, right) for task, right in enumerate(counts)})
+
+
+@pytest.mark.parametrize("tasks", [2, 6, 20])
+def test_any_of_several_floors_is_falsely_missed_no_more_often_than_stated(tasks: int) -> None:
+    counts = np.random.default_rng(tasks).binomial(100, 0.6, size=(4000, tasks)).tolist()
+    assert sum(bool(under_floor(row, 0.6)) for row in counts) / 4000 <= allowed(4000)
+    alone = sum(any(upper_bound(right, 1) <= 0.6 for right in row) for row in counts) / 4000
+    assert alone > 0.07, "uncorrected it would err more often"
+
+
+def test_the_rule_fails_those_floors_that_hold_together() -> None:
+    rule = MinScore(score=0.6, tasks=tuple("0123"))
+    some = 0
+    for row in np.random.default_rng(7).binomial(100, 0.49, size=(30, 4)).tolist():
+        tasks = [
+            build.task(str(task), [1.0] * right + [0.0] * (100 - right)) for task, right in enumerate(row)
+        ]
+        arms = [build.variant(name, quality=build.quality(*tasks)) for name in ("fp16", "int8")]
+        findings = rule.judge(baseline=arms[0], candidate=arms[1])
+        failed = {finding.subject for finding in findings if finding.outcome == "fail"}
+        assert failed == under_floor(row, 0.6)
+        some += failed != {str(task) for task, right in enumerate(row) if upper_bound(right, 1) <= 0.6}
+    assert some > 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.gate import dequantized_at_load, exit_code, judge, judge_all, label_order, overall
+from pipeline.gate import dequantized_at_load, exit_code, judge, judge_all, judge_beside, label_order, overall
 from pipeline.measured import StageFailure
 from pipeline.results import Coverage, Finding, VariantResults, Verdict
 from pipeline.rules.base import Rule
@@ -258,3 +258,18 @@ def test_a_label_that_is_not_the_checkpoint_s_own_does_not_ship() -> None:
     verdict, findings = judge((PASSES,), baseline=BASELINE, candidate=candidate)
     assert verdict == "no-ship"
     assert any("labelled int4, its checkpoint int8" in finding.because for finding in findings)
+
+
+def test_a_result_that_the_baseline_is_known_to_lack_is_an_error_beside_an_earlier_run_too() -> None:
+    """An optional baseline doesn't count as a candidate there, yet nothing can be said without it."""
+    baseline, candidate = build.variant("fp16", required=False), build.variant("int8")
+    reports, verdict, because = judge_beside(
+        (MinSpeedup(factor=0.9),),
+        earlier={"fp16": baseline, "int8": candidate},
+        baseline_name="fp16",
+        variants=(baseline, candidate),
+        missing={"fp16": ("int4: lost",)},
+    )
+    assert verdict == "error"
+    assert {report.verdict for report in reports} == {"error"}
+    assert because.count("int4: lost") == 1

@@ -421,12 +421,20 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a rate one bit too small": (rule(2, tokens_per_s=math.nextafter(40.0, 41)), "min_throughput fail"),
     "a first token one bit too late": (rule(4, seconds=math.nextafter(0.21, 0)), "max_ttft fail"),
     "a factor of capacity one bit too small": (rule(8, factor=math.nextafter(2.0, 3)), "min_capacity fail"),
+    "a factor of capacity across engines": (
+        both(put("fp16.speed.engine", "llama_cpp"), rule(1, across_engines=True)),
+        "min_capacity missing: different engines, llama_cpp for the baseline and transformers for the candidate",
+    ),
     "one sequence too few": (put("int8.capacity.measured_sequences", 19), "min_capacity fail"),
     "a rate that rounds to the limit": (
         both(
             put(f"{ROW}.decode_tokens_per_s", 39.999999),
         ),
         "min_speedup fail",
+    ),
+    "a null run that the recipe asks for and isn't there": (
+        put("resolved_recipe.quality.null_batch_size", 4),
+        "fp16: no null run, which the recipe asks for",
     ),
     # plainly too much
     "answers that got longer by half": (
@@ -491,7 +499,7 @@ SHIPS: dict[str, Change] = {
         *(rule(1, factor=1.5), rule(2, tokens_per_s=20.0), rule(4, seconds=0.3)),
     ),
     "other engines where the rule allows them": both(
-        put("fp16.speed.engine", "llama_cpp"), rule(1, across_engines=True)
+        put("fp16.speed.engine", "llama_cpp"), rule(1, across_engines=True), rule(8, across_engines=True)
     ),
     "answers in another order": lambda data: data["variants"][1]["quality"]["tasks"]["piqa"][
         "samples"

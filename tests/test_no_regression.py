@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.errors import UsageError
 from pipeline.gate import judge
-from pipeline.promoted import Promoted, keep_promoted, last_promoted, promoted_results
+from pipeline.promoted import (
+    Promoted,
+    PromotedBefore,
+    keep_promoted,
+    last_promoted,
+    promoted_noise,
+    promoted_results,
+)
 from pipeline.results import Finding, VariantResults
+from pipeline.rules.base import LEAST_LIMIT
 from pipeline.rules.max_memory import MaxMemory
 from pipeline.rules.no_regression import NoRegression, with_promoted
 from pipeline.store import Store
@@ -38,7 +48,9 @@ def shipped(results: VariantResults, **fields: Any) -> Promoted:
 def findings(
     rule: NoRegression, before: Promoted | None, candidate: VariantResults, machine: str | None = HERE
 ) -> dict[str, Finding]:
-    found = rule.beside(before, machine=machine).judge(baseline=BASELINE, candidate=candidate)
+    versions = {} if before is None else {before.alias: before}
+    bound = rule.beside(PromotedBefore(versions=versions), machine=machine)
+    found = bound.judge(baseline=BASELINE, candidate=candidate)
     assert {one.rule for one in found} == {"no_regression"}
     return {one.subject: one for one in found}
 
@@ -97,9 +109,31 @@ def test_a_loss_that_came_with_a_new_library_is_found_and_the_library_named() ->
 
 def test_without_a_promoted_version_nothing_ships_unless_the_recipe_says_it_is_the_first() -> None:
     for rule, verdict in ((NoRegression(), "error"), (NoRegression(first="pass"), "ship")):
-        rules = with_promoted((MaxMemory(fraction=0.6), rule), promoted={}, machine=HERE)
+        rules = with_promoted((MaxMemory(fraction=0.6), rule), promoted=PromotedBefore(), machine=HERE)
         found, _ = judge(rules, baseline=BASELINE, candidate=faster(1.0))
         assert found == verdict
+
+
+def test_a_registry_that_cannot_be_asked_is_told_and_never_taken_for_a_first_time() -> None:
+    away = PromotedBefore(not_asked="the registry at http://there:1 couldn't be asked: no route")
+    first = NoRegression(first="pass").beside(away, machine=HERE)
+    (finding,) = first.judge(baseline=BASELINE, candidate=faster(1.0))
+    assert finding.outcome == "missing"
+    assert "no route" in finding.because
+    kept = away.model_copy(update={"versions": {"shippable": shipped(faster(1.0))}})
+    for finding in NoRegression().beside(kept, machine=HERE).judge(baseline=BASELINE, candidate=faster(1.0)):
+        assert finding.outcome == "pass"
+        assert "no route; this is the last one promoted with this store" in finding.because
+
+
+def test_another_model_of_the_same_name_is_never_a_predecessor() -> None:
+    """Two folders of weights may have one name; a smaller model is neither faster nor worse than it was before."""
+    other = build.manifest("int8", parameters=build.PARAMETERS // 2)
+    before = shipped(faster(1.0).model_copy(update={"checkpoint": other}))
+    for rule in (NoRegression(), NoRegression(first="pass"), NoRegression(points=2.0)):
+        found = findings(rule, before, faster(3.0))
+        assert [one.outcome for one in found.values()] == ["missing"]
+        assert "another model: 250,000,000 parameters there, 500,000,000 here" in found[""].because
 
 
 def test_a_rule_that_nobody_gave_a_version_to_is_missing() -> None:
@@ -112,7 +146,7 @@ def test_each_rule_gets_the_version_of_its_own_alias() -> None:
     fast = shipped(faster(1.2), version="9")
     rules = with_promoted(
         (NoRegression(against="champion"), NoRegression()),
-        promoted={"champion": slow, "shippable": fast},
+        promoted=PromotedBefore(versions={"champion": slow, "shippable": fast}),
         machine=HERE,
     )
     outcomes = [rule.judge(baseline=BASELINE, candidate=faster(1.0))[0].outcome for rule in rules]
@@ -129,6 +163,67 @@ def test_what_is_kept_is_read_back_equal_and_a_damaged_file_is_named(tmp_path: P
         last_promoted(store, recipe="recipes/tiny.yaml", model="tiny/model")
 
 
+def test_tolerances_at_their_ends_are_judged() -> None:
+    before = shipped(build.variant("int8", quality=quality([1.0] * 380 + [0.0] * 120)))
+    candidate = build.variant("int8", quality=quality([1.0] * 379 + [0.0] * 121))
+    rule = NoRegression(slower_percent=0.0, larger_percent=899.0, points=LEAST_LIMIT)
+    found = findings(rule, before, candidate)
+    assert {name: one.outcome for name, one in found.items()} == {
+        "speed": "pass",
+        "memory": "pass",
+        "piqa": "inconclusive",
+    }
+    for field in ({"points": LEAST_LIMIT / 2}, {"larger_percent": 900.0}):
+        with pytest.raises(ValidationError):
+            NoRegression.model_validate(field)
+
+
 def test_a_rule_that_judges_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one of"):
         NoRegression(slower_percent=None, larger_percent=None)
+
+
+def noisy_baseline(right: list[float], again: list[float]) -> VariantResults:
+    return build.variant(
+        "fp16", quality=quality(right), null_quality=quality(again).model_copy(update={"batch_size": 1})
+    )
+
+
+def test_a_drop_within_the_noise_of_either_run_decides_nothing() -> None:
+    right, again = build.paired_answers(both_right=370, lost=12, gained=0, both_wrong=118)
+    noisy, quiet = noisy_baseline(right, again), build.variant("fp16", quality=quality(right))
+    candidate = build.variant("int8", quality=quality(right))
+    report = build.report(build.variant_report(noisy), build.variant_report(candidate))
+    kept = promoted_noise(report)
+    assert kept is not None
+    assert [one.floor for one in kept] == [12 / 500]
+    for noise, now, points, outcome in (
+        ((), quiet, 2.0, "pass"),
+        (kept, quiet, 2.0, "inconclusive"),
+        ((), noisy, 2.0, "inconclusive"),
+        (kept, noisy, 3.0, "pass"),
+    ):
+        bound = NoRegression(points=points).beside(
+            PromotedBefore(versions={"shippable": shipped(candidate, noise=noise)}), machine=HERE
+        )
+        found = {one.subject: one for one in bound.judge(baseline=now, candidate=candidate)}
+        assert (found["speed"].outcome, found["memory"].outcome) == ("pass", "pass")
+        assert found["piqa"].outcome == outcome
+        assert ("noise floor is 2.4 points" in found["piqa"].because) == (outcome == "inconclusive")
+
+
+def test_a_record_from_before_noise_was_kept_is_read_and_says_that_it_is_unknown(tmp_path: Path) -> None:
+    right, _ = build.paired_answers(both_right=380, lost=1, gained=1, both_wrong=118)
+    candidate = build.variant("int8", quality=quality(right))
+    store = Store(tmp_path)
+    path = keep_promoted(store, shipped(candidate))
+    data = json.loads(path.read_text("utf-8"))
+    del data["noise"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    (old,) = last_promoted(store, recipe="recipes/tiny.yaml", model="tiny/model").values()
+    assert old.noise is None
+    found = findings(NoRegression(points=2.0), old, candidate)
+    assert "noise of the promoted version's run isn't known" in found["piqa"].because
+    assert "noise" not in found["speed"].because + found["memory"].because
+    known = findings(NoRegression(points=2.0), shipped(candidate, noise=()), candidate)
+    assert "isn't known" not in known["piqa"].because

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from pipeline.comparison import UnmeasuredError
+from pipeline.gate import judge_beside
 from pipeline.null_run import null_noise
 from pipeline.quality_tables import quality_markdown
 from pipeline.results import Finding, TaskResult, VariantResults
+from pipeline.rules.base import Rule
 from pipeline.rules.max_perplexity_increase import MaxPerplexityIncrease
 from pipeline.rules.max_quality_drop import MaxQualityDrop
 from pipeline.tracked_values import variant_metrics
@@ -119,3 +121,44 @@ def test_the_report_and_the_tracker_show_the_null_run() -> None:
 def metrics_of_a_run_without(of: VariantResults) -> list[str]:
     alone = of.model_copy(update={"null_quality": None})
     return [metric.name for metric in variant_metrics(alone, baseline=alone)]
+
+
+# --- beside an earlier run ------------------------------------------------------------------------------
+
+
+def beside(then: VariantResults, now: VariantResults, *rules: Rule) -> list[list[str]]:
+    """Outcomes of fp16 and int8, each beside its namesake of a run whose baseline is `then`; int8 answers as fp16."""
+    old, new = (build.variant("int8", quality=one.quality) for one in (then, now))
+    reports, _, _ = judge_beside(
+        rules or (MaxQualityDrop(points=2.0),),
+        earlier={"fp16": then, "int8": old},
+        baseline_name="fp16",
+        variants=(now, new),
+    )
+    return [[finding.outcome for finding in one.findings] for one in reports]
+
+
+def test_the_noise_of_either_run_s_baseline_counts_beside_an_earlier_run() -> None:
+    first, again = answers(lost=25)
+    task, null = build.task(values=first), build.task(values=again)
+    quiet, noisy = baseline(task, None), baseline(task, null)
+    assert beside(quiet, quiet) == [["pass"], ["pass"]]
+    assert beside(noisy, quiet) == [["inconclusive"], ["inconclusive"]]
+    assert beside(quiet, noisy) == [["inconclusive"], ["inconclusive"]]
+    assert beside(noisy, noisy, MaxQualityDrop(points=3.0)) == [["pass"], ["pass"]]
+
+
+def test_the_noise_of_perplexity_counts_beside_an_earlier_run() -> None:
+    nats = [230.0, 231.0, 229.0, 230.0]
+    task, null = build.rolling_task(nats=nats), build.rolling_task(nats=[one - 2 for one in nats])
+    rule = MaxPerplexityIncrease(percent=0.5)
+    then, now = baseline(task, null), baseline(task, None)
+    new = build.variant("int8", quality=build.quality(build.rolling_task(nats=[one + 1 for one in nats])))
+    for noisy, outcome in ((then, "inconclusive"), (now, "fail")):
+        reports, _, _ = judge_beside(
+            (rule,),
+            earlier={"fp16": noisy, "int8": build.variant("int8", quality=build.quality(task))},
+            baseline_name="fp16",
+            variants=(now, new),
+        )
+        assert [finding.outcome for finding in reports[1].findings] == [outcome]

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.pick import pick_variant
 from pipeline.pick_results import Preference
-from pipeline.quality_change import HELD_PERPLEXITY, SCORES, TASK_PERPLEXITY, quality_change
+from pipeline.quality_change import HELD_PERPLEXITY, SCORES, TASK_PERPLEXITY, quality_change, shared_changes
 from pipeline.results import CostResult, VariantReport
 from tests import result_builders as build
 
@@ -50,9 +50,11 @@ def test_each_preference_names_the_best_by_its_figure(prefer: Preference, best: 
     assert pick.front == ("quick", "small", "good")
 
 
-def priced(name: str, dollars: float | None, **fields: Any) -> VariantReport:
-    cost = CostResult(dollars_per_hour=1.0, batch_size=1, dollars_per_million_output_tokens=dollars)
-    return shipping(name, **fields).model_copy(update={"cost": cost})
+def priced(name: str, dollars: float | None, *, decode: float = 40.0) -> VariantReport:
+    """At the price of an hour that comes to so much at its rate."""
+    hour = decode * 3600 * (dollars or 1.0) / 1e6
+    cost = CostResult(dollars_per_hour=hour, batch_size=1, dollars_per_million_output_tokens=dollars)
+    return shipping(name, decode=decode).model_copy(update={"cost": cost})
 
 
 def test_the_cheapest_is_that_of_the_lowest_price_and_a_missing_price_never_wins() -> None:
@@ -61,6 +63,14 @@ def test_the_cheapest_is_that_of_the_lowest_price_and_a_missing_price_never_wins
     )
     assert pick.variant == "cheap"
     assert "$1" in pick.because
+
+
+def test_a_stored_price_that_its_rate_denies_never_wins() -> None:
+    wrong = priced("wrong", 1.0)
+    assert wrong.cost is not None
+    cheap = wrong.cost.model_copy(update={"dollars_per_million_output_tokens": 1e-4})
+    pick = picked(wrong.model_copy(update={"cost": cheap}), priced("right", 3.0), prefer="cheapest")
+    assert (pick.variant, pick.tied, pick.within_noise) == ("right", (), ())
 
 
 @pytest.mark.parametrize("verdict", ["no-ship", "inconclusive", "error"])
@@ -171,6 +181,50 @@ def test_perplexity_stands_in_where_nothing_is_scored() -> None:
     assert change is not None
     assert change.unit == TASK_PERPLEXITY != HELD_PERPLEXITY
     assert change.value == pytest.approx(-2.0201, abs=1e-3)  # exp(4 nats ÷ 200 tokens) − 1
+
+
+def test_the_unit_of_quality_is_the_one_that_most_candidates_have() -> None:
+    passages = build.rolling_task(nats=(230.0, 345.0))
+    before = build.variant("fp16", quality=build.quality(build.task("a", [1] * 10), passages))
+    both = build.quality(build.task("a", [1] * 9 + [0]), build.rolling_task(nats=(232.0, 347.0)))
+    void = build.quality(build.task("a", [1] * 10, void="cut"), build.rolling_task(nats=(240.0, 350.0)))
+    arms = [
+        build.variant_report(build.variant(name, "int8", quality=quality))
+        for name, quality in (("scored", both), ("x", void), ("y", void))
+    ]
+    pick = pick_variant([build.variant_report(before), *arms], baseline_name="fp16", prefer="best_quality")
+    assert pick.quality_unit == TASK_PERPLEXITY
+    assert pick.variant == "scored"
+    assert all(trade.quality is not None for trade in pick.trades)
+
+
+def test_of_two_units_that_as_many_have_scores_are_shown() -> None:
+    def quality(right: int, nats: float) -> Any:
+        return build.quality(
+            build.task("a", [1] * right + [0] * (10 - right)), build.rolling_task(nats=(nats, nats))
+        )
+
+    before = build.variant("fp16", quality=quality(10, 230.0))
+    found = shared_changes([build.variant("int8", quality=quality(9, 231.0))], baseline=before)
+    assert found["int8"].unit == SCORES
+    found = shared_changes(
+        [build.variant("int8", quality=quality(9, 231.0))], baseline=before, by_perplexity=True
+    )
+    assert found["int8"].unit == TASK_PERPLEXITY
+
+
+def test_speed_is_that_of_the_smallest_batch_whatever_the_order_of_the_recipe() -> None:
+    def arm(name: str, small: float, large: float) -> Any:
+        rows = [build.speed_row(8, large), build.speed_row(1, small)]
+        return build.variant_report(build.variant(name, "int8", speed=build.speed("int8", rows)))
+
+    pick = pick_variant(
+        [arm("fp16", 20.0, 80.0), arm("a", 40.0, 90.0), arm("b", 30.0, 200.0)],
+        baseline_name="fp16",
+        prefer="fastest",
+    )
+    assert pick.variant == "a"
+    assert "at batch size 1" in pick.because
 
 
 def test_what_was_asked_in_another_way_gives_no_figure() -> None:

@@ -26,6 +26,7 @@ from pipeline.random_weights import write_random_variant
 from pipeline.results import CheckpointManifest, SourceRecord
 from pipeline.speed_results import SpeedShape
 from pipeline.stages import RandomVariantRequest, RunnableCheckpoint, SpeedRequest
+from tests.small_disks import mounted_disk
 from tests.tiny_models import write_llama
 
 ROOT = Path(__file__).parent.parent
@@ -66,14 +67,14 @@ def request_for(out: Path, **config: object) -> RandomVariantRequest:
     )
 
 
-def make(tmp_path: Path) -> CheckpointManifest:
+def make(tmp_path: Path, *, log: Path | None = None) -> CheckpointManifest:
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
     return run_stage(
         "random-weights",
         request_for(out),
         CheckpointManifest,
-        log=tmp_path / "log",
+        log=log or tmp_path / "log",
         progress=lambda _: None,
     )
 
@@ -169,6 +170,23 @@ def test_what_libraries_print_goes_to_the_log_and_not_into_the_protocol(
     log = (tmp_path / "log").read_text("utf-8")
     assert "written at the very end" in log
     assert "printed before anything" in log
+
+
+def test_a_log_on_a_full_disk_costs_lines_and_not_the_work(tmp_path: Path, library: Library) -> None:
+    library(
+        "import sys\n"
+        "class Talks:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'transformers':\n"
+        "            for stream in (sys.stderr, sys.stdout):\n"
+        "                print('a line ' * 9000, file=stream, flush=True)\n"
+        "sys.meta_path.insert(0, Talks())\n"
+    )
+    with mounted_disk(tmp_path / "disk", kibibytes=16) as disk:
+        assert make(tmp_path, log=disk / "log").parameters > 0
+        with pytest.raises(StageError, match=rf"disk is full: {disk / 'log'} .*; free space"):
+            make(tmp_path, log=disk / "log")
+    assert children() == []
 
 
 def test_no_worker_and_no_temporary_folder_is_left(

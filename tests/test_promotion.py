@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,59 @@ def test_files_that_changed_since_they_were_measured_are_refused(
     assert not path.with_name("README.md").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link to nowhere", "fifo"])
+def test_whatever_was_added_to_the_checkpoint_is_refused(
+    place: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shipped_run(place)
+    added = place / "checkpoints" / "int8" / "original"
+    if kind == "file":
+        added.write_bytes(b"x")
+    elif kind == "folder":
+        added.mkdir()
+        (added / "consolidated.pth").write_bytes(b"weights that nobody measured")
+    elif kind == "fifo":
+        os.mkfifo(added)
+    else:
+        added.symlink_to("nowhere")
+    assert main(["promote", str(run), "int8"]) == 4
+    assert f"{added}: not in the manifest" in capsys.readouterr().err
+
+
+def test_a_card_that_cannot_be_written_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shipped_run(place)
+    card = place / "checkpoints" / "int8" / "README.md"
+    card.mkdir()
+    assert main(["promote", str(run), "int8"]) == 4
+    assert f"{card} can't be written" in capsys.readouterr().err
+    assert not client(place / "mlflow.db").search_registered_models()
+
+
+def test_a_store_that_cannot_be_written_is_told_before_anything_is_registered(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shipped_run(place)
+    (place / "a-file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("PIPELINE_STORE", str(place / "a-file"))
+    assert main(["promote", str(run), "int8"]) == 3
+    assert "a-file can't be written" in capsys.readouterr().err
+    assert not client(place / "mlflow.db").search_registered_models()
+
+
+def test_what_is_registered_and_could_not_be_kept_says_both(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shipped_run(place)
+    kept = place / "store" / "promoted" / NAME / "shippable.json"
+    kept.mkdir(parents=True)
+    assert main(["promote", str(run), "int8"]) == 4
+    told = capsys.readouterr().err
+    assert f"{NAME} version 1 is shippable in the registry, but the store couldn't keep" in told
+    kept.rmdir()
+    assert promoted(run).version == "1"
+    assert kept.is_file()
+
+
 def test_a_folder_that_holds_another_checkpoint_by_now_is_refused(place: Path) -> None:
     run = shipped_run(place)
     folder = place / "checkpoints" / "int8"
@@ -256,6 +310,14 @@ def test_the_card_changes_no_hash_and_is_written_anew(place: Path) -> None:
     assert Path(done.card).read_text("utf-8").startswith("---\n")
     (folder / "extra.bin").write_bytes(b"x")
     assert main(["promote", str(run), "int8"]) == 4
+
+
+def test_a_recipe_that_holds_a_fence_stays_in_its_own(place: Path) -> None:
+    run = shipped_run(place)
+    (run / "recipe.yaml").write_text("model: tiny/model  # as in\n# ```yaml\n```\n# not a heading\n", "utf-8")
+    text = Path(promoted(run).card).read_text("utf-8")
+    assert text.count("\n````") == 2
+    assert "````yaml\nmodel: tiny/model" in text
 
 
 def test_a_model_from_a_folder_has_no_base_on_the_hub(place: Path) -> None:

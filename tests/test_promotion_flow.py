@@ -64,6 +64,8 @@ def test_what_ships_is_promoted_and_the_next_run_is_held_against_it(
 
     assert main(["gate", line["report"]]) == 0
     monkeypatch.setenv("PIPELINE_STORE", str(tmp_path / "empty"))
+    assert main(["gate", line["report"]]) == 0, "another machine asks the registry"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/another.db")
     assert main(["gate", line["report"]]) == 4, (
         "without what was promoted nothing is compared, so nothing ships"
     )

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.results import Finding, MetricScore, Sample, TaskResult, VariantResults
-from pipeline.rules.base import Rule
+from pipeline.rules.base import LEAST_LIMIT, Rule
 from pipeline.rules.max_perplexity_increase import MaxPerplexityIncrease
 from pipeline.rules.max_quality_drop import MaxQualityDrop
 from tests import result_builders as build
@@ -261,6 +261,17 @@ def test_a_limit_in_percent_is_that_share_of_the_baseline_s_score() -> None:
     assert "surely under the limit of 1.5 (2 % of the baseline's score)" in finding.because
     assert one(MaxQualityDrop(points=1.5), *arms).outcome == "pass"
     assert one(MaxQualityDrop(percent=0.2), *arms).outcome == one(MaxQualityDrop(points=0.15), *arms).outcome
+
+
+@pytest.mark.parametrize("field", ["points", "percent"])
+def test_the_smallest_limit_is_undecided_and_one_that_nothing_decides_is_refused(field: str) -> None:
+    before, after = build.paired_answers(both_right=300, lost=0, gained=1, both_wrong=99)
+    arms = with_tasks("int8", build.task(values=after)), with_tasks("fp16", build.task(values=before))
+    smallest = MaxQualityDrop.model_validate({field: LEAST_LIMIT})
+    assert one(smallest, *arms).outcome == "inconclusive"
+    for limit in (1e-300, 5e-324, LEAST_LIMIT / 2):
+        with pytest.raises(ValidationError):
+            MaxQualityDrop.model_validate({field: limit})
 
 
 def test_one_member_of_a_group_may_be_judged_by_itself() -> None:

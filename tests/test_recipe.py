@@ -232,7 +232,8 @@ def test_a_resolved_recipe_loads_to_what_it_was_made_from(tmp_path: Path, path: 
 
 
 def test_numbers_and_letters_survive_the_way_through_json(tmp_path: Path) -> None:
-    text = LONG.replace("points: 2.0", "points: 1e-05").replace("café", "naïve 語 🚢")
+    text = LONG.replace("points: 2.0", "points: 0.5").replace("café", "naïve 語 🚢")
+    text += "  - {kind: max_perplexity_increase, percent: 1e-05}\n"
     recipe = load(tmp_path, text.replace("abc123", "'25921e05'"))
     again = load(tmp_path, recipe.expand(device="cpu").to_json())
     assert again.gate == recipe.gate

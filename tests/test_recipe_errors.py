@@ -184,6 +184,24 @@ def test_merge_keys_are_refused(tmp_path: Path) -> None:
     assert "merge keys" in only_fault(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("{kind: max_memory, fraction: 65%}", "found '65%'; write 0.65"),
+        ("{kind: max_perplexity_increase, percent: 1.5 %}", "found '1.5 %'; write 1.5"),
+    ],
+)
+def test_a_percent_sign_is_answered_with_the_number_that_the_field_wants(
+    tmp_path: Path, rule: str, said: str
+) -> None:
+    assert only_fault(tmp_path, GOOD.replace("{kind: max_memory, fraction: 0.6}", rule)).endswith(said)
+
+
+def test_a_format_that_is_no_precision_is_shown_the_way_to_quantizers(tmp_path: Path) -> None:
+    assert only_fault(tmp_path, GOOD.replace("int8", "Q4_K_M")).endswith("use 'variants'")
+    assert only_fault(tmp_path, GOOD.replace("int8", "int9")).endswith("fp8, fp4)")
+
+
 # --- the whole at once -----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from pipeline.report import comparison_table, make_report, markdown
 from pipeline.results import CostResult, Finding, Report, VariantResults
 from pipeline.speed_columns import speed_csv
 from pipeline.speed_results import SpeedRow
+from pipeline.stored_reports import load_report, sealed
 from tests import result_builders as build
 
 RECIPE = """\
@@ -136,7 +137,49 @@ def test_a_void_or_failed_row_shows_its_outcome_and_gives_no_ratio(loaded: Loade
 def test_memory_is_compared_like_with_like(loaded: LoadedRecipe) -> None:
     wide = build.variant("fp16", memory=build.memory("fp16", weight_bytes_resident=2_000_000_000))
     not_run = build.variant("int8", memory=None, speed=None)
-    assert row(comparison_table(make(loaded, wide, not_run)), "int8")[3] == "0.50", "on disk with on disk"
+    table = comparison_table(make(loaded, wide, not_run))
+    assert row(table, "int8")[2:4] == ["500.0‡", "0.50‡"], "on disk with on disk, and marked"
+    assert row(table, "fp16")[2] == "2000.0"
+    assert "‡ bytes on disk" in table
+    assert "‡" not in comparison_table(make(loaded, FP16, INT8))
+
+
+def test_columns_of_one_batch_size_are_of_the_smallest(loaded: LoadedRecipe) -> None:
+    arms = [
+        build.variant(name, speed=build.speed(name, [build.speed_row(8, 160.0), build.speed_row(1, rate)]))
+        for name, rate in (("fp16", 20.0), ("int8", 60.0))
+    ]
+    header, *_ = (table := comparison_table(make(loaded, *arms))).splitlines()
+    assert "speed × b1" in header
+    assert "3.00" in row(table, "int8")
+
+
+def test_a_ratio_of_two_engines_speeds_says_so_and_names_both(loaded: LoadedRecipe) -> None:
+    other = build.variant("int8", speed=build.speed("int8", engine="llama_cpp"))
+    made = make(loaded, FP16, other)
+    table = comparison_table(made)
+    assert "2.00†" in row(table, "int8")
+    for text in (table, markdown(made)):
+        assert (
+            "† speed across engines, whose difference is in it: int8 llama_cpp against transformers" in text
+        )
+    assert "†" not in comparison_table(make(loaded, FP16, INT8))
+
+
+def test_a_void_task_shows_no_score(loaded: LoadedRecipe) -> None:
+    arms = [
+        build.variant(name, quality=build.quality(build.task("piqa", void="cut")))
+        for name in ("fp16", "int8")
+    ]
+    assert row(comparison_table(make(loaded, *arms)), "int8")[-1] == "void"
+    grouped = [
+        build.variant(
+            name,
+            quality=build.quality(build.task("a", void="cut"), build.task("b"), groups={"both": ("a", "b")}),
+        )
+        for name in ("fp16", "int8")
+    ]
+    assert row(comparison_table(make(loaded, *grouped)), "int8")[-1] == "void"
 
 
 def test_a_noisy_row_is_marked_and_the_mark_explained(loaded: LoadedRecipe) -> None:
@@ -181,6 +224,11 @@ def lengths() -> list[SpeedRow]:
             because="no room",
         ),
     ]
+
+
+def test_a_recipe_that_names_its_model_by_a_plain_text_has_a_heading_too() -> None:
+    assert markdown(build.report()).startswith("# ship: tiny/model\n")
+    assert markdown(build.report(resolved_recipe={})).startswith("# ship: recipes/tiny.yaml\n")
 
 
 def test_prefill_by_length_and_decode_by_depth_have_tables_of_their_own(loaded: LoadedRecipe) -> None:
@@ -282,7 +330,7 @@ def test_the_run_s_files_are_whole_and_read_back_to_the_same(loaded: LoadedRecip
         *("report.json", "report.md", "speed.csv", "recipe.yaml", "resolved-recipe.json")
     }
     assert (folder / "speed.csv").read_text("utf-8") == speed_csv(report)
-    assert Report.model_validate_json((folder / "report.json").read_bytes()) == report
+    assert load_report(folder) == sealed(report)
     assert load_recipe(folder / "recipe.yaml").recipe == loaded.recipe
     again = load_recipe(folder / "resolved-recipe.json").recipe
     assert again.expand(device="cuda") == loaded.recipe.expand(device="cpu")

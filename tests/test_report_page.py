@@ -16,7 +16,15 @@ from pipeline.measured import StageFailure
 from pipeline.report import markdown
 from pipeline.report_blocks import blocks
 from pipeline.report_page import report_page
-from pipeline.results import CostResult, Finding, Reconciliation, Report, VariantReport, VariantResults
+from pipeline.results import (
+    BaselineRun,
+    CostResult,
+    Finding,
+    Reconciliation,
+    Report,
+    VariantReport,
+    VariantResults,
+)
 from pipeline.rules.base import Rule
 from pipeline.rules.max_kl import MaxKl
 from pipeline.rules.max_memory import MaxMemory
@@ -138,7 +146,7 @@ def test_the_page_is_well_formed_and_every_plot_has_a_name_and_a_caption() -> No
         "Decode speed at batch 1",
         "under the roof of 30.0 GB/s",
         "ITL of static",
-        "max quality drop",
+        "quality drop: at most 3 points",
         "Histogram of tokens",
         "Memory in MB",
     ):
@@ -192,6 +200,117 @@ def test_the_verdict_comes_first_and_four_questions_are_answered() -> None:
         place = start.index(question)
         assert answer in start[place:], answer
     assert start.index("What ships?") < start.index("Every variant beside the baseline")
+
+
+def test_the_answers_say_what_a_figure_is_and_leave_the_side_to_the_limit() -> None:
+    text = Page(full_page()).text
+    assert "broken : piqa quality drop 15 points, at most 3 points" in text
+    assert "kept : mean KL 0.004 nats, at most 0.1 nats" in text
+    assert "In quality, int8: mean KL 0.004 nats (at most 0.1 nats)." in text
+
+
+def test_quality_that_no_limit_is_about_and_quality_that_was_not_measured_are_told_apart() -> None:
+    arms = (
+        arm("fp16", rates=(20.0,), sequences=8, right=300, kl=0.0),
+        arm("int8", rates=(38.0,), sequences=20, right=301, kl=0.004),
+    )
+    bare = tuple(build.variant(name) for name in ("fp16", "int8"))
+    for variants, said in (
+        (arms, "In quality, int8: measured, but no limit of the gate is about it."),
+        (bare, "In quality, int8: not measured."),
+    ):
+        assert said in Page(report_page(judged(*variants, rules=(MaxMemory(fraction=0.6),)))).text
+
+
+def test_nothing_lost_is_said_in_words() -> None:
+    arms = (
+        arm("fp16", rates=(20.0,), sequences=8, right=300, kl=0.0),
+        arm("int8", rates=(38.0,), sequences=20, right=301, kl=0.004),
+    )
+    text = Page(report_page(judged(*arms, rules=(MaxQualityDrop(points=3),)))).text
+    assert "In quality, int8: nothing that a limit is about got worse." in text
+
+
+def test_of_many_findings_the_sentence_names_three_and_the_card_all() -> None:
+    """Eight tasks that lose forty answers of four hundred, against a limit of three points."""
+
+    def eight(right: int) -> Any:
+        return build.quality(
+            *(build.task(f"task_{place}", [1.0] * right + [0.0] * (400 - right)) for place in range(8))
+        )
+
+    report = judged(
+        build.variant("fp16", quality=eight(300)),
+        build.variant("int8", quality=eight(260)),
+        rules=(MaxQualityDrop(points=3),),
+    )
+    text = Page(report_page(report)).text
+    sentence = text[text.index("int8 doesn't ship: ") :].split(". ")[0]
+    assert sentence.count("quality drop") == 3
+    assert "and 5 more" in sentence
+    assert len(re.findall(r"broken : task_\d quality drop 10 points", text)) == 8
+
+
+def test_what_stopped_a_variant_is_in_its_sentence_and_stands_first_in_its_card() -> None:
+    failure = StageFailure(stage="quantize", reason="failed", message="no source to quantize")
+    nothing: dict[str, Any] = {"checkpoint": None, "speed": None, "memory": None, "capacity": None}
+    report = judged(build.variant("fp16"), build.variant("int8", failures=(failure,), **nothing))
+    text = Page(report_page(report)).text
+    assert "int8 can't be judged: 0 of 5 limits kept; quantize failed; missing: " in text
+    assert text.index("Checkpoint quantize failed: no source to quantize") < text.index("Speed and cost")
+
+
+def test_a_machine_that_changed_within_the_run_is_told_before_the_figures() -> None:
+    arms = [build.variant(name) for name in ("fp16", "int8")]
+    for drift, told in ((-13.9, True), (4.9, False)):
+        drifted = build.speed("fp16", drift_percent=drift)
+        text = Page(report_page(judged(build.variant("fp16", speed=drifted), arms[1]))).text
+        said = "The machine: fp16, timed again at the end, took 13.9 % less time a token"
+        assert (said in text) is told
+
+
+def test_noisy_rates_are_marked_wherever_they_stand() -> None:
+    noisy = build.speed("int8", rows=[build.speed_row(1, 38.0, noisy=True)])
+    text = Page(report_page(judged(build.variant("fp16"), build.variant("int8", speed=noisy)))).text
+    assert "decode, batch 1 tok/s 38.0~ 20.0" in text
+    assert "as fast at batch 1 (noisy)" in text
+    assert "~: noisy" in text
+
+
+def test_short_heads_and_marks_of_the_table_are_explained_where_they_are_used() -> None:
+    text = Page(full_page()).text
+    assert "bits/w: bits stored for a weight, scales, embedding and head among them" in text
+    assert "–: not measured" in text
+    assert "+: the search's ceiling" not in text, "nothing ended there"
+
+
+def test_a_folder_gives_its_name_to_the_page_and_the_facts_say_where_it_lies() -> None:
+    report = build.report(
+        resolved_recipe={"model": {"id": "../models/smol"}},
+        provenance={"device": {"name": "EPYC"}, "packages": {"torch": "2.13.0", "vllm": None}},
+    )
+    text = Page(report_page(report)).text
+    assert "✓ ship smol Speed, memory" in text
+    assert "Measured on EPYC on 2026-01-02" in text
+    assert "model ../models/smol" in text
+    assert "vllm" not in text[text.index("Where these figures come from") :].split("Code, packages")[0]
+
+
+def test_beside_an_earlier_run_the_baseline_has_a_card_and_a_verdict_too() -> None:
+    earlier = BaselineRun(name="main", started_at="2026-01-01T00:00:00+00:00", recipe_digest="e" * 64)
+    finding = Finding(
+        rule="min_speedup", outcome="fail", observed=0.5, limit=0.95, unit="x", because="slower"
+    )
+    report = build.report(
+        build.variant_report(build.variant("fp16"), verdict="no-ship", findings=(finding,)),
+        build.variant_report(build.variant("int8")),
+        verdict="no-ship",
+        baseline_run=earlier,
+    )
+    text = Page(report_page(report)).text
+    assert "What ships? int8 ships. fp16 doesn't ship." in text
+    assert "fp16 doesn't ship: 0 of 1 limits kept; broken: speedup 0.5 × (at least 0.95 ×)." in text
+    assert "Judged beside the run main of 2026-01-01T00:00:00+00:00" in text
 
 
 def test_every_finding_stands_there_with_its_sentence_its_limit_and_its_outcome() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from pipeline.interval_plots import margin_plots
 from pipeline.kl_plot import LOWEST_NATS, bin_edges, kl_histograms, token_shares
 from pipeline.latency_plots import MANY_ROWS, latency_plots
 from pipeline.measured_memory_plot import memory_bars
+from pipeline.plot_marks import both_ends
 from pipeline.report_blocks import blocks
 from pipeline.report_findings import concern, figure_text, limit_text
 from pipeline.results import Finding
 from pipeline.sweep_plot import SweepCurve, sweep_curves, sweep_plot
 from pipeline.text_table import markdown_table
-from pipeline.trade_plot import trade_points
+from pipeline.trade_plot import trade_points, trade_svg
 from tests import result_builders as build
-from tests.test_report_page import full_report
+from tests.test_report_page import arm, full_report, judged
 
 
 def test_every_token_is_in_one_bin_and_nought_is_in_the_first() -> None:
@@ -95,6 +99,18 @@ def test_points_stand_at_the_paired_change_with_the_baseline_at_nought() -> None
     assert by_perplexity[0].change.unit != by_scores[0].change.unit
 
 
+def found(rule: str, **fields: Any) -> Finding:
+    """A finding of a rule that could measure nothing."""
+    defaults: dict[str, Any] = {
+        "outcome": "missing",
+        "observed": None,
+        "limit": None,
+        "unit": "",
+        "because": "…",
+    }
+    return Finding(rule=rule, **{**defaults, **fields})
+
+
 def test_every_quality_rule_has_its_own_plot_with_every_variant_it_judged() -> None:
     plots = {plot.rule: plot for plot in margin_plots(full_report())}
     assert set(plots) == {"max_quality_drop", "max_kl"}
@@ -110,12 +126,45 @@ def test_every_quality_rule_has_its_own_plot_with_every_variant_it_judged() -> N
             ("max_ttft", "speed"),
             ("max_memory", "memory"),
             ("min_capacity", "memory"),
+            ("max_length_drift", "quality"),
         ),
         *(("max_quality_drop", "quality"), ("max_kl", "quality"), ("label", "other"), ("no/such", "other")),
     ],
 )
 def test_a_rule_is_about_what_it_reads(rule: str, about: str) -> None:
-    assert concern(rule) == about
+    assert concern(found(rule)) == about
+
+
+@pytest.mark.parametrize(
+    ("unit", "subject", "about", "limit"),
+    [
+        ("x", "speed", "speed", "at least 0.9 ×"),
+        ("fraction", "memory", "memory", "at most 0.9 ×"),
+        ("points", "piqa", "quality", "at most 0.9 points"),
+        ("points", "memory", "quality", "at most 0.9 points"),
+    ],
+)
+def test_a_rule_that_judges_several_things_is_told_apart_by_its_units(
+    unit: str, subject: str, about: str, limit: str
+) -> None:
+    finding = found("no_regression", unit=unit, subject=subject, limit=0.9)
+    assert (concern(finding), limit_text(finding)) == (about, limit)
+
+
+def test_what_must_not_stray_either_way_has_its_limit_on_both_sides() -> None:
+    finding = found("max_length_drift", unit="percent", subject="gsm8k", limit=10.0)
+    assert limit_text(finding) == "within ±10 %"
+    shorter = finding.model_copy(update={"observed": -12.0, "interval": (-14.0, -11.0), "outcome": "fail"})
+    (plot,) = margin_plots(
+        build.report(
+            build.variant_report(build.variant("fp16")),
+            build.variant_report(build.variant("int8"), findings=(shorter,), verdict="no-ship"),
+        )
+    )
+    drawn = plot.svg()
+    assert 'id="limit"' in drawn or "-limit" in drawn
+    assert "lower-limit" in drawn
+    assert "limit ±10 %" in drawn
 
 
 def test_figures_and_limits_have_units_and_none_is_missing() -> None:
@@ -136,3 +185,35 @@ def test_blocks_hold_the_cells_that_were_written() -> None:
     assert table.table.title == "Tasks"
     assert [[cell for _, cell in row] for row in table.table.rows] == [["a | b", "1"], ["line break", "–"]]
     assert [column.text for column in table.table.columns] == [True, False]
+
+
+def test_a_name_that_is_cut_keeps_what_tells_it_from_its_family() -> None:
+    names = [f"int4-awq-group-128-symmetric-with-clipping, batch {size}" for size in (1, 64)]
+    cut = [both_ends(name, 32) for name in names]
+    assert all(len(name) == 32 and name.startswith("int4-awq") for name in cut)
+    assert cut[0].endswith("batch 1")
+    assert cut[1].endswith("batch 64")
+    assert both_ends("fp16", 4) == "fp16"
+
+
+def test_no_name_is_written_over_the_line_of_no_change() -> None:
+    points = trade_points(full_report())[0]
+    svg = trade_svg(full_report(), points, key="clear")
+    line = re.search(r'id="[^"]*no-change">\s*<path d="M [\d.]+ ([\d.]+)', svg)
+    assert line is not None
+    at = float(line[1])
+    bases = [float(y) for y in re.findall(r'y="([\d.]+)" transform="rotate[^>]*>[^<]* MB</text>', svg)]
+    assert len(bases) == len(points)
+    assert all(not base - 8 < at < base + 2 for base in bases)
+
+
+def test_capacities_at_one_place_stand_beside_each_other() -> None:
+    report = judged(
+        arm("fp16", rates=(20.0, 70.0), sequences=8, right=300, kl=0.0),
+        arm("int8", rates=(38.0, 130.0), sequences=8, right=301, kl=0.004),
+    )
+    svg = sweep_plot(report)
+    assert svg is not None
+    places = [re.search(rf'id="sweep-v-{place}">.*?<use x="([\d.]+)"', svg, re.S) for place in (0, 1)]
+    left, right = (float(found[1]) for found in places if found)
+    assert right - left > 5

@@ -293,3 +293,21 @@ def test_rules_read_the_workload_s_rows_only(rule: Rule) -> None:
     without = one(rule, build.variant("int8", speed=build.speed("int8", others)))
     assert without.outcome == "missing"
     assert "not among the measured batch sizes (none)" in without.because
+
+
+def test_capacity_across_engines_must_be_asked_for_and_names_both() -> None:
+    """By the engine that held the sequences, else by the one that was timed; an unknown one is another one."""
+    timed = build.variant("int8", speed=build.speed("int8", engine="llama_cpp"))
+    held = build.variant("int8", capacity=build.capacity(20, engine="llama_cpp"))
+    unknown = build.variant("int8", speed=None)
+    for candidate, name in ((timed, "llama_cpp"), (held, "llama_cpp"), (unknown, "an unknown one")):
+        refused = one(MinCapacity(factor=1.5), candidate)
+        assert refused.outcome == "missing"
+        assert f"transformers for the baseline and {name} for the candidate" in refused.because
+        assert "across_engines: true" in refused.because
+        assert one(MinCapacity(factor=1.5, across_engines=True), candidate).outcome == "pass"
+        assert one(MinCapacity(sequences=15), candidate).outcome == "pass"
+    allowed = one(MinCapacity(factor=1.5, across_engines=True), held)
+    assert "engine llama_cpp against transformers" in allowed.because
+    same = build.variant("int8", speed=None, capacity=build.capacity(20, engine="transformers"))
+    assert one(MinCapacity(factor=1.5), same).outcome == "pass"

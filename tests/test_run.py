@@ -291,7 +291,7 @@ def test_damaged_results_and_checkpoints_are_made_again(place: Workplace, finish
     (stored, *_) = (
         path
         for path in (place.store / "results" / "capacity").glob("*.json")
-        if json.loads(path.read_text("utf-8"))["weight_bytes_resident"] > 100_000
+        if json.loads(path.read_text("utf-8"))["value"]["weight_bytes_resident"] > 100_000
     )
     stored.write_text(stored.read_text("utf-8")[:-30], "utf-8")
     again = run(place.recipe())
@@ -299,6 +299,29 @@ def test_damaged_results_and_checkpoints_are_made_again(place: Workplace, finish
     assert set(again.reused) == set(ALL_STAGES) - missing
     assert again.code == finished.code
     assert weights.read_bytes() != bytes(content)
+
+
+def test_no_changed_figure_of_a_stored_stage_is_believed(place: Workplace, finished: Ended, run: Run) -> None:
+    """Digits that leave the files readable: of a score, and of a checkpoint's stored bytes."""
+    baseline = finished.report.variants[0]
+    assert baseline.checkpoint_folder is not None
+    assert baseline.checkpoint is not None
+    manifest = Path(baseline.checkpoint_folder) / "manifest.json"
+    claimed = f'"weight_bytes_on_disk": {baseline.checkpoint.weight_bytes_on_disk}'
+    assert claimed in manifest.read_text("utf-8")
+    manifest.write_text(manifest.read_text("utf-8").replace(claimed, claimed + "0"), "utf-8")
+    for stored in (place.store / "results" / "quality").glob("*.json"):
+        text = stored.read_text("utf-8")
+        assert '"batch_size": 4' in text
+        stored.write_text(text.replace('"batch_size": 4', '"batch_size": 5'), "utf-8")
+    again = run(place.recipe())
+    assert again.code == finished.code, again.told
+    assert {"quantize fp16", "quality fp16", "quality int8"}.isdisjoint(again.reused)
+    assert "quantize int8" in again.reused
+    assert claimed in manifest.read_text("utf-8")
+    assert [variant.quality for variant in again.report.variants] == [
+        variant.quality for variant in finished.report.variants
+    ]
 
 
 def test_a_report_that_can_t_be_written_is_told_with_everything_that_was_measured(

@@ -103,5 +103,5 @@ def test_a_run_serves_every_variant_stores_the_result_and_reports_it(
 def _requests(folder: Path) -> list[dict[str, Any]]:
     """What the stage kept of the requests that it served."""
     (stored,) = (folder / "store" / "results" / "serving").glob("*.json")
-    found: list[dict[str, Any]] = json.loads(stored.read_text("utf-8"))["requests"]
+    found: list[dict[str, Any]] = json.loads(stored.read_text("utf-8"))["value"]["requests"]
     return found

@@ -233,7 +233,7 @@ def test_metrics_are_series_over_concurrency_of_measured_rows_only() -> None:
     assert metrics["serving.continuous_output_tokens_per_s", 2] == 2.0
     assert metrics["serving.static_output_tokens_per_s", 2] == pytest.approx(1.2)
     assert metrics["serving.continuous_gain", 2] == pytest.approx(2 / 1.2)
-    assert metrics["serving.continuous_ttft_s_p99", 2] == 1.0
+    assert metrics["serving.continuous_ttft_p99_s", 2] == 1.0
     assert metrics["serving.continuous_goodput_share", 2] == pytest.approx(1 / 3)
     assert metrics["serving.prefix_times_faster", 0] == pytest.approx(4.0)
     assert metrics["cost.serving_continuous_dollars_per_million_output_tokens", 2] == pytest.approx(500.0)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pytest
 
 from pipeline.cli import _parser
-from pipeline.commands import PLUGIN_PACKAGES
+from pipeline.kinds_table import PLUGIN_PACKAGES
 from pipeline.plugins import kinds, plugin_class
 from pipeline.recipe import ExpandedRecipe, load_recipe
 from pipeline.stage_keys import code_names
@@ -130,7 +130,7 @@ def test_a_package_s_own_file_imports_nothing() -> None:
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("mlflow", r"tracking(_\w+)?|promotion"),
+        ("mlflow", r"tracking(_\w+)?|promotion|promoted_registry"),
         ("lm_eval", r"quality|harness|tasks|task_checks|harness_setting"),
         ("yaml", r"yaml_document|task_yaml"),
         ("bitsandbytes", r"quantizers\.bitsandbytes"),
@@ -166,6 +166,9 @@ DESCRIBES_THE_MACHINE = {"hardware", "data_sheet", "processor"}
 """What they find is in the machine's fingerprint."""
 SERVES = {"paged_session", "scheduler", "step_times", "traffic", "activations"}
 """Continuous batching, and the memory of a prefill as capacity is predicted from."""
+REFUSES = {"task_checks", "task_documents", "task_failures", "comparison", "yaml_document"}
+"""What these do ends a stage, or doesn't: a stage that failed has no stored result."""
+HELD_TEXT = {"distribution_run", "distribution_text"}
 
 
 def keyed(stage: str) -> set[str]:
@@ -206,7 +209,16 @@ def behind(roots: set[str], *, apart: set[str]) -> set[str]:
             {"quantizers", "engines"},
             WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | {"traffic", "step_times"},
         ),
-        ("quality", {"quantizers", "engines"}, WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | SERVES),
+        (
+            "quality",
+            {"quantizers", "engines", "quality"} | HELD_TEXT,
+            WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | SERVES | REFUSES,
+        ),
+        (
+            "reference",
+            {"quantizers", "engines"} | HELD_TEXT,
+            WRITES_CHECKPOINTS | DESCRIBES_THE_MACHINE | SERVES,
+        ),
     ],
 )
 def test_a_stage_s_key_holds_the_code_of_what_it_runs(stage: str, plugins: set[str], apart: set[str]) -> None:

@@ -7,16 +7,15 @@ import random
 
 import pytest
 
+from pipeline.sample_sizes import detectable_drop, documents_to_decide, documents_to_detect
 from pipeline.statistics import (
-    detectable_drop,
-    documents_to_decide,
-    documents_to_detect,
     group_score,
     holm,
     mcnemar_exact_p,
     non_inferiority,
     paired_bootstrap,
     paired_flips,
+    ratio_standard_error,
     tango_interval,
 )
 
@@ -180,6 +179,16 @@ def test_bootstrap_of_two_documents_is_wider_than_what_was_seen() -> None:
     interval = paired_bootstrap([0.0, 0.0], [0.1, 0.3]).interval
     assert interval is not None
     assert interval.lower < 0 < 0.3 < interval.upper
+
+
+def test_units_of_one_ratio_have_no_standard_error_made_of_rounding() -> None:
+    weights = [3.0, 7.0, 11.0, 13.0]
+    totals = [0.1 * weight for weight in weights]
+    assert ratio_standard_error(totals, weights) == 0.0
+    found = paired_bootstrap([0.0] * 4, totals, weights=weights)
+    assert found.standard_error == 0.0
+    # By hand: r = 2, residuals −1 and 1 with weights 1 and 1, so √(2 ÷ 1 × 2) ÷ 2.
+    assert ratio_standard_error([1.0, 3.0], [1.0, 1.0]) == pytest.approx(1.0)
 
 
 def test_bootstrap_refuses_too_few_resamples_and_uneven_arms() -> None:

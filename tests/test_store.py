@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -23,7 +24,7 @@ from pipeline.quantizers.quanto import Quanto
 from pipeline.recipe import load_recipe
 from pipeline.results import FileRecord, SourceRecord
 from pipeline.stage_keys import quantize_key
-from pipeline.store import JOURNAL_NAME, Store, write_atomically
+from pipeline.store import JOURNAL_NAME, Store, file_sha256, write_atomically
 from tests import result_builders as build
 from tests.small_disks import mounted_disk
 
@@ -113,6 +114,26 @@ def test_a_spoilt_result_counts_as_none_and_makes_room_for_a_new_one(store: Stor
     assert store.get("capacity", "k" * 64, CapacityResult) is None
     store.put("capacity", "k" * 64, build.capacity(8))
     assert store.get("capacity", "k" * 64, CapacityResult) == build.capacity(8)
+
+
+def test_no_changed_byte_of_a_result_is_believed(store: Store) -> None:
+    store.put("capacity", "k" * 64, build.capacity(7))
+    path = store.result_path("capacity", "k" * 64)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] = ord("8") if changed[place] == ord("7") else ord("7")
+        path.write_bytes(changed)
+        assert store.get("capacity", "k" * 64, CapacityResult) is None, bytes(changed)
+        assert not path.exists()
+    path.write_bytes(whole)
+    assert store.get("capacity", "k" * 64, CapacityResult) == build.capacity(7)
+
+
+def test_a_result_under_another_key_is_not_believed(store: Store) -> None:
+    store.put("capacity", "k" * 64, build.capacity(7))
+    store.result_path("capacity", "k" * 64).rename(store.result_path("capacity", "l" * 64))
+    assert store.get("capacity", "l" * 64, CapacityResult) is None
 
 
 def test_a_new_folder_appears_when_it_is_finished(store: Store) -> None:
@@ -350,9 +371,21 @@ def test_a_spoilt_memory_of_a_digest_is_made_anew(store: Store, tmp_path: Path) 
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"abc")
     first = store.file_digest(path)
-    for remembered in (store.root / "results" / "file-digests").iterdir():
-        remembered.write_text("half", encoding="ascii")
-    assert store.file_digest(path) == first
+    (remembered,) = (store.root / "results" / "file-digests").iterdir()
+    told = remembered.read_bytes()
+    for spoilt in (b"half", b"", told.replace(first.encode(), first[::-1].encode())):
+        remembered.write_bytes(spoilt)
+        assert store.file_digest(path) == first
+
+
+def test_a_digest_on_a_full_disk_is_told_and_not_remembered(small_disk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"abc")
+    (small_disk / "results" / "file-digests").mkdir(parents=True)
+    with (small_disk / "rest").open("wb", buffering=0) as rest, contextlib.suppress(OSError):
+        while rest.write(bytes(4096)):
+            pass
+    assert Store(small_disk).file_digest(path) == file_sha256(path)
 
 
 def source(model: str, content: str) -> SourceRecord:

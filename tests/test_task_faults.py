@@ -89,9 +89,12 @@ def test_a_key_that_can_not_be_run_is_told_with_its_file(
         ({"max_gen_toks": 0}, "generation_kwargs.max_gen_toks is 0"),
         ({"max_new_tokens": -3}, "generation_kwargs.max_new_tokens is -3"),
         ({"until": [5]}, "generation_kwargs.until is [5], not text or a list of texts"),
+        ({"max_gen_tok": 9}, "'max_gen_tok' is unknown; did you mean 'max_gen_toks'?"),
+        ({"top_kk": 3}, "'top_kk' is unknown; did you mean 'top_k'?"),
+        ({"max_length": 20}, "max_length is set by lm-eval"),
     ],
 )
-def test_generation_settings_of_another_shape_are_told(
+def test_generation_settings_that_can_not_be_used_are_told(
     tmp_path: Path, generation: Any, expected: str
 ) -> None:
     write_task(tmp_path, "quiz", GENERATION, questions(2), generation_kwargs=generation)
@@ -182,6 +185,16 @@ def test_names_of_metrics_and_filters_are_the_harness_s() -> None:
     assert {"acc", "acc_norm", "exact_match", "word_perplexity"} <= set(registered("metric"))
     assert all(name in METRIC_REGISTRY for name in registered("metric"))
     assert {"regex", "take_first", "multi_choice_regex"} <= set(registered("filter"))
+
+
+def test_every_setting_of_a_generation_is_known(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    settings = dict.fromkeys(set(GenerationConfig().to_dict()) - {"max_length", "pad_token_id", "use_cache"})
+    assert {"repetition_penalty", "num_beams", "stop_strings"} <= set(settings)
+    settings |= {"max_tokens": 9, "until": ["."]}
+    write_task(tmp_path, "quiz", GENERATION, questions(2), generation_kwargs=settings)
+    assert not told(tmp_path)
 
 
 # --- what only lm-eval can tell ----------------------------------------------------------------------------

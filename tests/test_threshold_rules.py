@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.capacity_results import CapacityProbe
 from pipeline.measured import Distribution
@@ -40,6 +41,11 @@ def candidate(decode: float = 40.0, **row: Any) -> VariantResults:
 
 SPREAD: dict[str, Any] = {"noisy": True, "tpot_s": Distribution.of([0.02, 0.025, 0.03])}
 """Of a row of 40 tok/s; quartiles of 22.5 and 27.5 ms."""
+
+
+def test_a_fraction_in_percent_is_refused_since_it_would_never_be_reached() -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 10"):
+        MaxMemory(fraction=60)
 
 
 # --- either side of the limit ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.results import MetricScore
+from pipeline.tracked_labels import run_key
 from pipeline.tracking import track
 from pipeline.tracking_store import owner_tags
 from tests import result_builders as build
@@ -321,3 +323,59 @@ def test_every_search_of_the_docs_is_one_that_mlflow_takes(logged: Path) -> None
             asked[title] += 1
     assert asked["Searches"] >= 15
     assert asked["The registry"] == 5
+
+
+LOG_TOGETHER = """
+import sys
+from pathlib import Path
+from pipeline.tracking import track
+from tests.tracking_support import client, full_report
+me, database, meeting, rounds = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+client(f"sqlite:///{database}").search_experiments()
+for turn in range(rounds):
+    (meeting / f"{turn}-{me}").touch()
+    while len(list(meeting.glob(f"{turn}-*"))) < 2:
+        pass
+    result = track(
+        full_report(seconds=100.0 + turn),
+        run_folder=meeting / "none",
+        tracking_uri=f"sqlite:///{database}",
+        artifacts_folder=None,
+    )
+    print(result.tracked, result.because)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_log_one_report_at_the_same_moment_log_it_once(
+    database: Path, tmp_path: Path
+) -> None:
+    arguments = [str(database), str(tmp_path), "3"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOG_TOGETHER, me, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for me in "ab"
+    ]
+    told = [process.communicate(timeout=240)[0].splitlines() for process in processes]
+    for turn in zip(*told, strict=True):
+        assert any(one.startswith("True logged to") for one in turn), told
+    assert Counter(run.info.run_name for run in runs(database)) == {
+        "tiny": 3,
+        "fp16": 3,
+        "int8": 3,
+        "int4": 3,
+    }
+
+
+def test_a_complete_run_is_found_though_an_unfinished_one_of_the_same_report_is_there(
+    database: Path, tmp_path: Path
+) -> None:
+    report = full_report()
+    logged = log(report, database, run_folder=tmp_path / "none")
+    writer = client(database)
+    tags = {"pipeline.part": "run", "pipeline.run_key": run_key(report)}
+    left = writer.create_run(writer.get_run(logged.run_id).info.experiment_id, start_time=1, tags=tags)
+    writer.set_terminated(left.info.run_id, "KILLED")
+    assert log(report, database, run_folder=tmp_path / "none").run_id == logged.run_id
+    assert len(runs(database)) == 5

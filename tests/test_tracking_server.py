@@ -148,6 +148,7 @@ def test_the_dashboard_answers_names_the_last_runs_variants_and_ends_on_ctrl_c(t
     told = json.loads(process.stdout.readline())
     assert told["address"] == f"http://127.0.0.1:{port}"
     assert told["run_id"] == logged.run_id
+    assert told["runs"].startswith(f"{told['address']}/#/experiments/")
     asked = parse_qs(urlsplit(urlsplit(told["comparison"]).fragment).query)
     children = {run.info.run_id for run in runs(tmp_path / "mlflow.db")} - {logged.run_id}
     assert set(json.loads(asked["runs"][0])) == children

@@ -14,9 +14,11 @@ from pydantic import Field, model_validator
 from pipeline.comparison import UnmeasuredError, comparable_distribution, own_distances
 from pipeline.distribution import FEWEST_WINDOWS, mean_bounds, quantile_bounds, share_above
 from pipeline.distribution_results import BaselineDistance, DistributionWindow
+from pipeline.null_run import above_floor
 from pipeline.results import Finding, VariantResults
-from pipeline.rules.base import Rule
-from pipeline.statistics import Decision, documents_for_distance, non_inferiority, ratio_standard_error
+from pipeline.rules.base import SureRule, would_decide
+from pipeline.sample_sizes import documents_for_distance
+from pipeline.statistics import Decision, non_inferiority, ratio_standard_error
 
 BEYOND_P99 = 0.01
 """Share of tokens above the 99th percentile."""
@@ -31,7 +33,7 @@ class _Judged(NamedTuple):
     told: str
 
 
-class MaxKl(Rule):
+class MaxKl(SureRule):
     """KL divergence from the baseline's distribution, in nats a token, with bounds over the text's windows.
 
     p99 is within its limit when fewer than 1 % of tokens are above it, so that share is what is judged. Bounds are
@@ -41,7 +43,6 @@ class MaxKl(Rule):
     kind: Literal["max_kl"] = "max_kl"
     mean_nats: float | None = Field(default=None, gt=0)
     p99_nats: float | None = Field(default=None, gt=0)
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
     needs = frozenset({"quality"})
     quality_blocks = frozenset({"distribution"})
@@ -62,12 +63,16 @@ class MaxKl(Rule):
                 self.finding("missing", str(reason), unit=self.unit, subject=subject, limit=limit)
                 for subject, limit in self._limits()
             )
-        return tuple(
-            self._judge_figure(
-                subject, limit, distance, found.windows, noise=_noise(subject, own_distances(baseline))
-            )
-            for subject, limit in self._limits()
+        limits = dict(self._limits())
+        findings = {
+            subject: self._judge_figure(subject, limit, distance, found.windows)
+            for subject, limit in limits.items()
+        }
+        held = self.held_together(
+            findings,
+            lambda rule, subject: rule._judge_figure(subject, limits[subject], distance, found.windows),
         )
+        return tuple(_above_own(finding, own_distances(baseline)) for finding in held)
 
     def _limits(self) -> Iterator[tuple[str, float]]:
         if self.mean_nats is not None:
@@ -81,21 +86,15 @@ class MaxKl(Rule):
         limit: float,
         distance: BaselineDistance,
         windows: tuple[DistributionWindow, ...],
-        *,
-        noise: float,
     ) -> Finding:
         judged = (self._mean if subject == "mean" else self._p99)(limit, windows)
-        outcome, told = judged.outcome, judged.told
-        if outcome == "pass" and limit <= noise:
-            outcome = "inconclusive"
-            told = f"but the baseline is as far as {noise:.2g} from itself, so the limit can't be shown to be kept"
         observed = _figure(subject, distance)
         tokens = sum(window.tokens for window in windows)
         bounds = f"{100 * self.confidence:g} % bounds over {len(windows)} windows"
         return self.finding(
-            outcome,
+            judged.outcome,
             f"KL from the baseline {observed:.3g} nats ({subject} of {tokens:,} tokens); "
-            f"{_reach(judged)} ({bounds}), {told}",
+            f"{_reach(judged)} ({bounds}), {judged.told}",
             unit=self.unit,
             subject=subject,
             observed=observed,
@@ -111,31 +110,23 @@ class MaxKl(Rule):
         count = documents_for_distance(
             limit - sum(sums) / sum(weights), variance=len(sums) * error**2, confidence=self.confidence
         )
-        needed = (
-            "no length of text decides a figure that equals the limit"
-            if count is None
-            else f"about {max(count, len(sums) + 1) * windows[0].tokens:,} scored tokens would decide"
+        tokens = windows[0].tokens
+        needed = would_decide(
+            None if count is None else count * tokens, answered=len(sums) * tokens, of="scored tokens"
         )
         outcome = non_inferiority(low, high, limit)
         if outcome == "pass" and len(sums) < FEWEST_WINDOWS:
             outcome, needed = "inconclusive", f"the bounds of fewer than {FEWEST_WINDOWS} windows don't hold"
-        return _Judged(outcome, low, high, _told(outcome, limit, needed))
+        told = self.told(outcome, f"the limit of {limit:g}", needed=needed)
+        return _Judged(outcome, low, high, told)
 
     def _p99(self, limit: float, windows: tuple[DistributionWindow, ...]) -> _Judged:
         shares = share_above(windows, limit, confidence=self.confidence)
         low, high = quantile_bounds(windows, 0.99, limit_nats=limit, confidence=self.confidence)
         outcome = non_inferiority(*shares, BEYOND_P99)
-        told = _told(outcome, limit, "more text would decide")
+        told = self.told(outcome, f"the limit of {limit:g}", needed="more text would decide")
         above = f"{100 * shares[0]:.2g} … {100 * shares[1]:.2g} % of tokens are above it, 1 % may be"
         return _Judged(outcome, low, high, f"{told}: {above}")
-
-
-def _told(outcome: Decision, limit: float, needed: str) -> str:
-    return {
-        "pass": f"surely under the limit of {limit:g}",
-        "fail": f"surely above the limit of {limit:g}",
-        "inconclusive": f"undecided against the limit of {limit:g}; {needed}",
-    }[outcome]
 
 
 def _reach(judged: _Judged) -> str:
@@ -148,6 +139,10 @@ def _figure(subject: str, distance: BaselineDistance) -> float:
     return distance.kl_mean_nats if subject == "mean" else distance.kl_p99_nats
 
 
-def _noise(subject: str, own: tuple[BaselineDistance, ...]) -> float:
-    """The largest figure of the baseline against itself."""
-    return max((_figure(subject, distance) for distance in own), default=0.0)
+def _above_own(finding: Finding, own: tuple[BaselineDistance, ...]) -> Finding:
+    """The finding, as far as the baseline's largest distance from itself lets it be claimed."""
+    assert finding.observed is not None
+    assert finding.limit is not None
+    floor = max((_figure(finding.subject, distance) for distance in own), default=0.0)
+    told = f"the baseline is as far as {floor:.2g} nats from itself"
+    return above_floor(finding, loss=finding.observed, allowed=finding.limit, floor=floor, told=told)

@@ -13,31 +13,34 @@ from pydantic import Field
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task
 from pipeline.early_stopping import Margin
 from pipeline.results import Finding, QualityResult, TaskResult, VariantResults
-from pipeline.rules.base import Rule
-from pipeline.statistics import BootstrapDifference, Decision, documents_for_distance, paired_bootstrap
+from pipeline.rules.base import LEAST_LIMIT, SureRule, would_decide
+from pipeline.sample_sizes import documents_for_distance
+from pipeline.statistics import BootstrapDifference, Decision, paired_bootstrap
 
 EMPTY = 1e-9
 """Tokens that an empty answer counts as where a total is divided by: a resampled total must not be 0."""
 
 
-class MaxLengthDrift(Rule):
+class MaxLengthDrift(SureRule):
     """Tokens of the candidate's answers ÷ the baseline's on the same documents, as a change in percent, either way.
 
     A variant that talks 10 % longer costs 10 % more, at the same price of a token; one that falls silent isn't the
     same model. Bounds are those of the bootstrap over documents on Σ difference ÷ Σ baseline's tokens, each one-sided
     at `confidence`: both inside ± `percent` pass (two one-sided tests, Schuirmann, Journal of Pharmacokinetics and
-    Biopharmaceutics 15, 1987), one wholly outside fails.
+    Biopharmaceutics 15, 1987), one wholly outside fails. An answer that the length limit ended would have been longer:
+    by more than `percent` more of them in one arm leave open whatever longer answers of that arm could change.
     """
 
     kind: Literal["max_length_drift"] = "max_length_drift"
-    percent: float = Field(gt=0, lt=100)
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    percent: float = Field(ge=LEAST_LIMIT, lt=100)
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """None: every task that generates text."""
 
     needs = frozenset({"quality"})
     output_types = frozenset({"generate_until"})
+    two_sided = True
     unit: ClassVar[str] = "percent"
+    sides = ("within", "beyond")
 
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
         """One finding for each task."""
@@ -49,7 +52,8 @@ class MaxLengthDrift(Rule):
         if not names:
             nothing = "no task generates text, so there are no lengths to judge"
             return (self.finding("missing", nothing, unit=self.unit),)
-        return tuple(self._judge_task(task, before, after) for task in names)
+        findings = {task: self._judge_task(task, before, after) for task in names}
+        return self.held_together(findings, lambda rule, task: rule._judge_task(task, before, after))
 
     def early_margins(self, task: str, baseline: QualityResult) -> tuple[Margin, ...] | None:
         """Lengths need all documents: looks are planned for drops."""
@@ -103,24 +107,29 @@ class MaxLengthDrift(Rule):
     def _outcome(self, interval: tuple[float, float] | None, cut: float) -> Decision:
         if interval is None:
             return "inconclusive"
-        if interval[0] > self.percent or interval[1] < -self.percent:
-            return "fail"
+        if interval[0] > self.percent:
+            return "fail" if cut >= -self.percent else "inconclusive"
+        if interval[1] < -self.percent:
+            return "fail" if cut <= self.percent else "inconclusive"
         inside = -self.percent <= interval[0] and interval[1] <= self.percent
-        return "pass" if inside and cut <= self.percent else "inconclusive"
+        return "pass" if inside and abs(cut) <= self.percent else "inconclusive"
 
     def _bounds(
         self, interval: tuple[float, float] | None, outcome: Decision, found: BootstrapDifference, cut: float
     ) -> str:
         if interval is None:
             return f"{found.documents} document gives no interval, undecided"
-        lies = f"it lies in {interval[0]:+.2f} … {interval[1]:+.2f} ({100 * self.confidence:g} % bounds)"
-        if outcome != "inconclusive":
-            return f"{lies}, surely {'within' if outcome == 'pass' else 'beyond'} ±{self.percent:g} %"
-        if cut > self.percent:
-            return (
-                f"{lies}, undecided: {cut:.3g} % more answers than the baseline's ran into the length limit"
+        needed = self._needed(found)
+        if abs(cut) > self.percent:
+            arms = ("candidate", "baseline") if cut > 0 else ("baseline", "candidate")
+            needed = (
+                f"the length limit cut {abs(cut):.3g} % more of the {arms[0]}'s answers than of the {arms[1]}'s, and "
+                "how long they would have become isn't known; raise the task's max_gen_toks"
             )
-        return f"{lies}, undecided against ±{self.percent:g} %; {self._needed(found)}"
+        told = self.told(outcome, f"±{self.percent:g} %", needed=needed)
+        return (
+            f"it lies in {interval[0]:+.2f} … {interval[1]:+.2f} ({100 * self.confidence:g} % bounds), {told}"
+        )
 
     def _needed(self, found: BootstrapDifference) -> str:
         assert found.difference is not None
@@ -131,9 +140,7 @@ class MaxLengthDrift(Rule):
             variance=found.documents * found.standard_error**2,
             confidence=self.confidence,
         )
-        if count is None:
-            return "no number of documents decides a change that equals the limit"
-        return f"about {max(count, found.documents + 1):,} documents would decide if it goes on like this"
+        return would_decide(count, answered=found.documents)
 
 
 def _lengths(task: str, result: TaskResult, arm: str) -> dict[str, float]:
@@ -164,5 +171,5 @@ def _refuse_nothing_to_see(task: str, before: TaskResult, after: TaskResult) -> 
 
 
 def _more_cut(before: TaskResult, after: TaskResult) -> float:
-    """By how many percent of the documents more of the candidate's answers were cut than the baseline's."""
+    """Answers that the length limit ended, the candidate's minus the baseline's, in percent of the documents."""
     return 100 * ((after.truncated_outputs or 0) - (before.truncated_outputs or 0)) / max(1, after.documents)

@@ -23,8 +23,8 @@ class MaxMemory(ThresholdRule):
     """Bytes of the weights in memory, of the weights on disk, or at the peak of the run."""
 
     kind: Literal["max_memory"] = "max_memory"
-    fraction: float | None = Field(default=None, gt=0)
-    """Of the baseline's bytes, 0 to 1."""
+    fraction: float | None = Field(default=None, gt=0, le=10)
+    """Of the baseline's bytes: 0.6, not 60."""
     bytes: int | None = Field(default=None, gt=0)
     of: Literal["resident", "on_disk", "peak"] = "resident"
 

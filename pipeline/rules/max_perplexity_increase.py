@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -15,15 +14,9 @@ from pydantic import Field
 from pipeline.comparison import UnmeasuredError, comparable_quality, comparable_task, metric_pairs
 from pipeline.null_run import above_noise
 from pipeline.results import Finding, QualityResult, VariantResults
-from pipeline.rules.base import Rule
-from pipeline.statistics import (
-    BootstrapDifference,
-    Decision,
-    documents_for_distance,
-    holm_claims,
-    non_inferiority,
-    paired_bootstrap,
-)
+from pipeline.rules.base import SureRule, would_decide
+from pipeline.sample_sizes import documents_for_distance
+from pipeline.statistics import BootstrapDifference, Decision, non_inferiority, paired_bootstrap
 
 QUANTIZED = frozenset({"int8", "int6", "int5", "int4", "fp8", "fp4"})
 LARGEST_NATS = 1e40
@@ -35,7 +28,7 @@ IMPLAUSIBLE_RATIO = 0.45
 """A perplexity this far under the 16-bit baseline's, beyond chance, was not measured rightly."""
 
 
-class MaxPerplexityIncrease(Rule):
+class MaxPerplexityIncrease(SureRule):
     """Non-inferiority of exp(NLL per token), the NLL per token being Σ nats ÷ Σ tokens over documents.
 
     Bounds come from the paired bootstrap over documents on the difference of NLL per token, which is the
@@ -44,7 +37,6 @@ class MaxPerplexityIncrease(Rule):
 
     kind: Literal["max_perplexity_increase"] = "max_perplexity_increase"
     percent: float = Field(gt=0)
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """None: every rolling log-likelihood task."""
 
@@ -68,24 +60,14 @@ class MaxPerplexityIncrease(Rule):
             for task in dict.fromkeys(names)
         }
 
-        def still_fails(task: str, tests: int) -> bool:
-            stricter = self.model_copy(update={"confidence": 1 - (1 - self.confidence) / tests})
-            return stricter._judge_task(task, before, after, must_differ=must_differ).outcome == "fail"
+        held = self.held_together(
+            findings, lambda rule, task: rule._judge_task(task, before, after, must_differ=must_differ)
+        )
+        return tuple(self.above_noise(finding, baseline=baseline) for finding in held)
 
-        failed = holm_claims(
-            {
-                task: partial(still_fails, task)
-                for task, finding in findings.items()
-                if finding.outcome != "missing"
-            }
-        )
-        held = (
-            finding
-            if finding.outcome != "fail" or task in failed
-            else finding.model_copy(update={"outcome": "inconclusive", "because": _not_together(finding)})
-            for task, finding in findings.items()
-        )
-        return tuple(above_noise(finding, baseline=baseline) for finding in held)
+    def above_noise(self, finding: Finding, *, baseline: VariantResults) -> Finding:
+        """A rise or a limit within the noise of perplexity decides nothing."""
+        return above_noise(finding, baseline=baseline)
 
     def _judge_task(
         self, task: str, before: QualityResult, after: QualityResult, *, must_differ: bool
@@ -131,11 +113,7 @@ class MaxPerplexityIncrease(Rule):
 
     def _bounds(self, result: BootstrapDifference, outcome: Decision) -> str:
         assert result.difference is not None
-        verdict = {
-            "pass": f"surely under the limit of {self.percent:g} %",
-            "fail": f"surely above the limit of {self.percent:g} %",
-            "inconclusive": f"undecided against the limit of {self.percent:g} %; {self._needed(result)}",
-        }[outcome]
+        verdict = self.told(outcome, f"the limit of {self.percent:g} %", needed=self._needed(result))
         if result.interval is None:
             return f"{result.documents} document gives no interval, {verdict}"
         if outcome == "inconclusive" and _all_alike(result):
@@ -157,18 +135,12 @@ class MaxPerplexityIncrease(Rule):
             variance=result.documents * result.standard_error**2,
             confidence=self.confidence,
         )
-        if count is None:
-            return "no number of documents decides a change that equals the limit"
-        return f"about {max(count, result.documents + 1):,} documents would decide if it goes on like this"
+        return would_decide(count, answered=result.documents)
 
 
 def _all_alike(result: BootstrapDifference) -> bool:
     """Whether documents show no spread beyond rounding, as copies of one do: bounds of no width aren't certainty."""
     return result.standard_error is not None and result.standard_error < _ROUNDING_NATS
-
-
-def _not_together(finding: Finding) -> str:
-    return f"{finding.because} by itself, but not surely once all tasks are looked at (Holm): undecided"
 
 
 def _rolling_tasks(before: QualityResult, after: QualityResult) -> tuple[str, ...]:

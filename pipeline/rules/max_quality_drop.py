@@ -33,7 +33,7 @@ from pipeline.paired_drop import (
     surely_under,
 )
 from pipeline.results import Finding, QualityResult, TaskResult, VariantResults
-from pipeline.rules.base import SCORED_OUTPUT_TYPES, Rule, exactly_one
+from pipeline.rules.base import LEAST_LIMIT, SCORED_OUTPUT_TYPES, SureRule, exactly_one, would_decide
 from pipeline.score_checks import direction
 from pipeline.sequential import planned_look
 from pipeline.statistics import Decision, group_score, holm, holm_claims
@@ -69,24 +69,22 @@ class _Judged:
         return tuple(pair for member in self.members for pair in member.pairs)
 
 
-class MaxQualityDrop(Rule):
+class MaxQualityDrop(SureRule):
     """Non-inferiority of every task with a score from 0 to 1.
 
     Right/wrong metrics get Tango's interval of the paired difference and an exact test against the limit, graded ones
-    Gaffke's bounds. Passing needs every task, each at `confidence`: an intersection-union test, which needs no
-    correction (Berger, Technometrics 24, 1982, 295-300). A fail is a claim, and claims of several tasks are corrected
-    by Holm's procedure. A group of tasks is judged by its documents pooled, as one.
+    Gaffke's bounds. A group of tasks is judged by its documents pooled, as one. Fails are held together by p values
+    (`_outcomes`): a task that stopped early has the confidence of its look, and can't be judged again at another.
 
     A limit in `percent` is that share of the score that the baseline reached on all its documents, taken as known: its
     own chance adds percent × its standard error, 0.05 points for 2 % of 70 % on 400 documents.
     """
 
     kind: Literal["max_quality_drop"] = "max_quality_drop"
-    points: float | None = Field(default=None, gt=0, lt=100)
+    points: float | None = Field(default=None, ge=LEAST_LIMIT, lt=100)
     """Percentage points."""
-    percent: float | None = Field(default=None, gt=0, lt=100)
+    percent: float | None = Field(default=None, ge=LEAST_LIMIT, lt=100)
     """Percent of the baseline's own score."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """None: every task whose metric is a score from 0 to 1. Groups may be named."""
     metric: str | None = None
@@ -130,10 +128,13 @@ class MaxQualityDrop(Rule):
             else self._finding(name, one, outcomes[name], holm_p=adjusted.get(name), tests=len(judged))
             for name, one in measured.items()
         )
-        return tuple(
-            above_noise(finding, baseline=baseline, metric=self.metric, tasks=subjects[finding.subject])
-            for finding in findings
-        )
+        return tuple(self.above_noise(finding, baseline=baseline) for finding in findings)
+
+    def above_noise(self, finding: Finding, *, baseline: VariantResults) -> Finding:
+        """A drop or a limit within the noise of the documents that were judged decides nothing."""
+        groups = baseline.quality.groups if baseline.quality else {}
+        tasks = groups.get(finding.subject, (finding.subject,))
+        return above_noise(finding, baseline=baseline, metric=self.metric, tasks=tasks)
 
     def early_margins(self, task: str, baseline: QualityResult) -> tuple[Margin, ...] | None:
         """The limit, for a task that is judged on its own documents; a pooled group needs all of them."""
@@ -310,12 +311,8 @@ class MaxQualityDrop(Rule):
 
     def _bounds(self, one: _Judged, outcome: Decision, *, tests: int) -> str:
         drop, limit = one.drop, self._limit_text(one)
-        verdict = {
-            "pass": f"surely under the limit of {limit}",
-            "fail": f"surely above the limit of {limit}",
-            "inconclusive": f"undecided against the limit of {limit}{self._nearly(one, tests=tests)}; "
-            f"{self._needed(one, tests=tests)}",
-        }[outcome]
+        nearly = self._nearly(one, tests=tests) if outcome == "inconclusive" else ""
+        verdict = self.told(outcome, f"the limit of {limit}{nearly}", needed=self._needed(one, tests=tests))
         if drop.lower is None or drop.upper is None:
             return f"{drop.documents} document gives no interval, {verdict}"
         return (
@@ -345,10 +342,8 @@ class MaxQualityDrop(Rule):
         drop, margin = one.drop, one.margin
         error = (1 - drop.confidence) / (tests if drop.drop > margin else 1)
         count = documents_needed(drop, margin=margin, confidence=1 - error)
-        if count is None:
-            return "no number of documents decides a drop that equals the limit"
-        more = count - drop.documents
-        return f"about {count:,} documents would decide if it goes on like this, {more:,} more than now"
+        more = "" if count is None else f", {count - drop.documents:,} more than now"
+        return would_decide(count, answered=drop.documents) + more
 
 
 def _pooled_chance(members: tuple[_Answers, ...], *, unknown: float | None = None) -> float | None:

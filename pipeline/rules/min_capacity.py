@@ -27,6 +27,8 @@ class MinCapacity(ThresholdRule):
     factor: float | None = Field(default=None, gt=0)
     """Times the baseline's measured sequences."""
     sequences: int | None = Field(default=None, gt=0)
+    across_engines: bool = False
+    """Allow baseline and candidate on different engines for `factor`: part of it is then the engine's memory."""
 
     needs = frozenset({"capacity"})
     unit: ClassVar[str] = "sequences"
@@ -50,21 +52,36 @@ class MinCapacity(ThresholdRule):
                     f"different {field}: {getattr(before, field)} with the baseline, "
                     f"{getattr(after, field)} with the candidate"
                 )
-        return self._against_baseline(before, after)
+        return self._against_baseline(before, after, engines=self._engines(baseline, candidate))
+
+    def _engines(self, baseline: VariantResults, candidate: VariantResults) -> str:
+        """Both engines where they differ, for the sentence; UnmeasuredError where that isn't allowed."""
+        before, after = _engine(baseline), _engine(candidate)
+        if before == after is not None:
+            return ""
+        if not self.across_engines:
+            raise UnmeasuredError(
+                f"different engines, {before or 'an unknown one'} for the baseline and {after or 'an unknown one'} for "
+                "the candidate, whose caches and work buffers differ, too; set across_engines: true in the rule to "
+                "compare them all the same"
+            )
+        return f" (engine {after} against {before})"
 
     def _against_number(self, after: CapacityResult, sequences: int) -> Finding:
         reading = Reading(value=_sequences(after), what=_ran(after))
         finding = self.held_against(reading, sequences)
         return _lower_bound(finding) if finding.outcome == "fail" and _at_ceiling(after) else finding
 
-    def _against_baseline(self, before: CapacityResult, after: CapacityResult) -> Finding:
+    def _against_baseline(self, before: CapacityResult, after: CapacityResult, *, engines: str) -> Finding:
         assert self.factor is not None
         base, held = _sequences(before), _sequences(after)
         if base == 0:
             raise UnmeasuredError("the baseline holds no sequence, so no factor can be told")
         what = f"{_ran(after)}, {held / base:.3g} × the baseline's {base}{_ended(before)}"
         reading = Reading(value=held / base, what=what)
-        finding = self.held_against(reading, self.factor, unit="x", limit_text=f"{self.factor:g} ×")
+        finding = self.held_against(
+            reading, self.factor, unit="x", limit_text=f"{self.factor:g} ×", note=engines
+        )
         open_end = before if finding.outcome == "pass" else after
         return _lower_bound(finding) if _at_ceiling(open_end) else finding
 
@@ -73,6 +90,12 @@ def _lower_bound(finding: Finding) -> Finding:
     """Undecided: a search that ended at its own ceiling gives a lower bound of that side only."""
     because = f"{finding.because}; undecided, since a search ended at capacity.max_sequences"
     return finding.model_copy(update={"outcome": "inconclusive", "because": because})
+
+
+def _engine(variant: VariantResults) -> str | None:
+    """What held the sequences; results from before it was kept are of the engine that was timed."""
+    assert variant.capacity is not None, "_usable has looked"
+    return variant.capacity.engine or (variant.speed.engine if variant.speed else None)
 
 
 def _usable(variant: VariantResults) -> CapacityResult:

@@ -16,17 +16,18 @@ from pipeline.comparison import UnmeasuredError, comparable_quality, distinct_sa
 from pipeline.distribution import share_bounds
 from pipeline.early_stopping import Margin
 from pipeline.results import Finding, QualityResult, VariantResults
-from pipeline.rules.base import SCORED_OUTPUT_TYPES, Rule
+from pipeline.rules.base import SCORED_OUTPUT_TYPES, SureRule, would_decide
+from pipeline.sample_sizes import documents_for_distance
 from pipeline.score_checks import usable_score
-from pipeline.statistics import Decision, bounded_mean_interval, documents_for_distance, non_inferiority
+from pipeline.statistics import Decision, bounded_mean_interval, non_inferiority
 
 
-class MinScore(Rule):
+class MinScore(SureRule):
     """The candidate's score of each named task or group, with a one-sided bound at `confidence`.
 
-    Right/wrong answers get Clopper and Pearson's bounds, graded scores those of the bootstrap over documents (never
-    closer than Student's t). A group's documents are pooled. It says what the documents say of all documents like
-    them; where only these count, choose the floor accordingly.
+    Right/wrong answers get Clopper and Pearson's bounds, graded scores Gaffke's (`bounded_mean_interval`). A group's
+    documents are pooled. It says what the documents say of all documents like them; where only these count, choose the
+    floor accordingly.
     """
 
     kind: Literal["min_score"] = "min_score"
@@ -36,15 +37,16 @@ class MinScore(Rule):
     """Tasks or groups: a floor for one says nothing of another."""
     metric: str | None = None
     """None: each task's primary metric."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
     needs = frozenset({"quality"})
     output_types = SCORED_OUTPUT_TYPES
     unit: ClassVar[str] = "share"
+    sides = ("over", "under")
 
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
         """One finding for each named task or group; the baseline only vouches for the conditions."""
-        return tuple(self._judge_task(name, baseline, candidate) for name in dict.fromkeys(self.tasks))
+        findings = {name: self._judge_task(name, baseline, candidate) for name in self.tasks}
+        return self.held_together(findings, lambda rule, name: rule._judge_task(name, baseline, candidate))
 
     def early_margins(self, task: str, baseline: QualityResult) -> tuple[Margin, ...] | None:
         """A floor needs all documents: looks are planned for drops."""
@@ -87,11 +89,7 @@ class MinScore(Rule):
         low, high = _bounds(values, confidence=self.confidence)
         observed = math.fsum(values) / len(values)
         outcome: Decision = non_inferiority(-high, -low, -self.score)
-        told = {
-            "pass": f"surely over the floor of {self.score:.4g}",
-            "fail": f"surely under the floor of {self.score:.4g}",
-            "inconclusive": f"undecided against the floor of {self.score:.4g}; {self._needed(values, observed)}",
-        }[outcome]
+        told = self.told(outcome, f"the floor of {self.score:.4g}", needed=self._needed(values, observed))
         return self.finding(
             outcome,
             f"{observed:.4g} on {len(values)} documents; it lies in {low:.4g} … {high:.4g} "
@@ -104,11 +102,10 @@ class MinScore(Rule):
         )
 
     def _needed(self, values: Sequence[float], observed: float) -> str:
-        variance = math.fsum((value - observed) ** 2 for value in values) / len(values)
+        # Half an answer more than was seen: none wrong among few documents doesn't mean that none comes.
+        variance = (math.fsum((value - observed) ** 2 for value in values) + 0.5) / (len(values) + 1)
         count = documents_for_distance(observed - self.score, variance=variance, confidence=self.confidence)
-        if count is None:
-            return "no number of documents decides a score that equals the floor"
-        return f"about {max(count, len(values) + 1):,} documents would decide if it goes on like this"
+        return would_decide(count, answered=len(values))
 
 
 def _bounds(values: Sequence[float], *, confidence: float) -> tuple[float, float]:

@@ -13,12 +13,13 @@ from pydantic import Field
 from pipeline.comparison import UnmeasuredError, comparable_distribution, own_distances
 from pipeline.distribution import clustered_share_bounds
 from pipeline.distribution_results import DistributionWindow
+from pipeline.null_run import above_floor
 from pipeline.results import Finding, VariantResults
-from pipeline.rules.base import Rule
+from pipeline.rules.base import SureRule
 from pipeline.statistics import Decision, non_inferiority
 
 
-class MinTop1Agreement(Rule):
+class MinTop1Agreement(SureRule):
     """Share of scored tokens at which both have the same most likely token, in percent.
 
     Bounds are one-sided at `confidence`, over windows, and never closer than Clopper and Pearson's for a share: equal
@@ -27,11 +28,11 @@ class MinTop1Agreement(Rule):
 
     kind: Literal["min_top1_agreement"] = "min_top1_agreement"
     percent: float = Field(gt=0, lt=100)
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
     needs = frozenset({"quality"})
     quality_blocks = frozenset({"distribution"})
     unit: ClassVar[str] = "percent"
+    sides = ("over", "under")
 
     def judge(self, *, baseline: VariantResults, candidate: VariantResults) -> tuple[Finding, ...]:
         """One finding."""
@@ -41,25 +42,22 @@ class MinTop1Agreement(Rule):
             return (self.finding("missing", str(reason), unit=self.unit, limit=self.percent),)
         low, high = self._bounds(found.windows)
         outcome: Decision = non_inferiority(100 - high, 100 - low, 100 - self.percent)
-        told = {
-            "pass": f"surely over the limit of {self.percent:g} %",
-            "fail": f"surely under the limit of {self.percent:g} %",
-            "inconclusive": f"undecided against the limit of {self.percent:g} %; more text would decide",
-        }[outcome]
-        own = min((one.top1_agreement_share for one in own_distances(baseline)), default=1.0)
-        if outcome == "fail" and distance.top1_agreement_share >= own:
-            outcome = "inconclusive"
-            told = f"but the baseline agrees with itself at no more than {100 * own:.2f} %"
+        told = self.told(outcome, f"the limit of {self.percent:g} %", needed="more text would decide")
         observed = 100 * distance.top1_agreement_share
+        finding = self.finding(
+            outcome,
+            f"the same most likely token at {observed:.2f} % of {found.scored_tokens:,}; it lies in {low:.2f} … "
+            f"{high:.2f} ({100 * self.confidence:g} % bounds), {told}",
+            unit=self.unit,
+            observed=observed,
+            limit=self.percent,
+            interval=(low, high),
+        )
+        own = 100 * min((one.top1_agreement_share for one in own_distances(baseline)), default=1.0)
+        own_text = f"the baseline agrees with itself at {own:.2f} % only"
         return (
-            self.finding(
-                outcome,
-                f"the same most likely token at {observed:.2f} % of {found.scored_tokens:,}; it lies in {low:.2f} … "
-                f"{high:.2f} ({100 * self.confidence:g} % bounds), {told}",
-                unit=self.unit,
-                observed=observed,
-                limit=self.percent,
-                interval=(low, high),
+            above_floor(
+                finding, loss=100 - observed, allowed=100 - self.percent, floor=100 - own, told=own_text
             ),
         )
 
