@@ -6,6 +6,7 @@ state.runnable(state.recipe.ordered()[0])
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ def prepare(loaded: LoadedRecipe, *, store: Store, progress_stream: TextIO) -> R
     ready = preflight(loaded, recipe=recipe, device=device, store=store)
     if ready.problems:
         raise PrerequisiteError(ready.message(str(loaded.path)))
-    folder = _run_folder(store, loaded)
+    folder = new_run_folder(store, loaded.path)
     return RunState(
         loaded=loaded,
         recipe=recipe,
@@ -133,11 +134,12 @@ def _quality_steps(recipe: ExpandedRecipe) -> list[str]:
     return steps
 
 
-def _run_folder(store: Store, loaded: LoadedRecipe) -> Path:
-    """A new folder; its name sorts by time and holds no path of the model."""
+def new_run_folder(store: Store, recipe_path: Path) -> Path:
+    """A new folder; its name sorts by time, and holds nothing that a shell or a path pattern reads otherwise."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    recipe = re.sub(r"[^\w.\-]", "_", recipe_path.stem)
     for attempt in range(1000):
-        folder = store.root / "runs" / f"{stamp}-{loaded.path.stem}{f'-{attempt}' if attempt else ''}"
+        folder = store.root / "runs" / f"{stamp}-{recipe}{f'-{attempt}' if attempt else ''}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

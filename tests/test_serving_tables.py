@@ -28,6 +28,7 @@ from pipeline.serving_results import ServingCell, ServingResult, ServingRow
 from pipeline.serving_summary import gain_over_static, summarise_prefix, summarise_serving
 from pipeline.serving_tables import COLUMNS, serving_csv, serving_markdown
 from pipeline.store import Store
+from pipeline.stored_reports import sealed
 from pipeline.tracked_values import variant_metrics
 from pipeline.traffic import Request
 from tests import result_builders as build
@@ -221,7 +222,7 @@ def test_serving_csv_lies_beside_the_report_when_something_was_served(tmp_path: 
     assert (tmp_path / "with" / "serving.csv").read_text("utf-8") == serving_csv(report())
     assert not (tmp_path / "without" / "serving.csv").exists()
     stored = Report.model_validate_json((tmp_path / "with" / "report.json").read_bytes())
-    assert stored == report()
+    assert stored == sealed(report())
 
 
 # --- metrics and prices ----------------------------------------------------------------------------------

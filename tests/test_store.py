@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pipeline.model_source import source_record
 from pipeline.quantizers.quanto import Quanto
 from pipeline.recipe import load_recipe
 from pipeline.results import FileRecord, SourceRecord
+from pipeline.run_state import new_run_folder
 from pipeline.stage_keys import quantize_key
 from pipeline.store import JOURNAL_NAME, Store, file_sha256, write_atomically
 from tests import result_builders as build
@@ -428,3 +430,15 @@ def test_durations_are_remembered_and_a_spoilt_file_forgotten(store: Store) -> N
     for text in ("[]", "{", '{"speed": "fast"}', '{"speed": null}'):
         (store.root / "durations.json").write_text(text, encoding="utf-8")
         assert store.durations_s() == {}
+
+
+# --- a run's folder --------------------------------------------------------------------------------------
+
+
+def test_a_runs_folder_holds_nothing_of_a_recipes_name_that_a_path_pattern_would_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    folder = new_run_folder(store, Path("recipes/a b\n*[?]-ü.v2.yaml"))
+    assert folder.is_dir()
+    assert re.fullmatch(r"\d{8}-\d{6}-a_b_____-ü\.v2", folder.name)
+    again = new_run_folder(store, Path("other/a b\n*[?]-ü.v2.yaml"))
+    assert again != folder
