@@ -20,8 +20,8 @@ from pipeline.capacity_results import PeakPrediction
 if TYPE_CHECKING:
     import torch
 
-_FEW, _MORE = 2, 3
-"""Batches whose peaks give the line; one sequence can take other paths than several."""
+_FEW = 2
+"""The peaks of this batch and of one more give the line; one sequence can take other paths than several."""
 
 
 def predicted_peak(
@@ -47,10 +47,9 @@ def predicted_peak(
                 new_tokens=new_tokens,
                 static_cache=static_cache,
             )
-            for sequences in (_FEW, _MORE)
+            for sequences in (_FEW, _FEW + 1)
         )
-    each = (more - few) // (_MORE - _FEW)
-    return PeakPrediction(fixed_bytes=max(0, few - _FEW * each), bytes_per_sequence=each)
+    return PeakPrediction.through(_FEW, few, more)
 
 
 def _peak(model: Any, *, sequences: int, prompt_tokens: int, new_tokens: int, static_cache: bool) -> int:

@@ -38,6 +38,12 @@ class PeakPrediction(Value):
     from_sequences: int = 1
     beyond: PeakPrediction | None = None
 
+    @classmethod
+    def through(cls, few_sequences: int, few_bytes: int, next_bytes: int) -> PeakPrediction:
+        """The line through the peaks of `few_sequences` and of one more."""
+        each = next_bytes - few_bytes
+        return cls(fixed_bytes=max(0, few_bytes - few_sequences * each), bytes_per_sequence=each)
+
     def bytes_at(self, sequences: int) -> int:
         """The peak of so many sequences."""
         if self.beyond and sequences >= self.beyond.from_sequences:

@@ -245,7 +245,7 @@ def _result(prober: _Prober, *, found: int, ceiling: int, opened: CapacityOpened
     predicted_peak = opened.predicted_peak if prober.layout == "contiguous" else None
     at_ceiling = found == ceiling
     kv_bytes = _kv_bytes_each(prober.probes)
-    slope = peak_slope(prober.probes)
+    slope = _peak_slope(prober.probes)
     return CapacityResult(
         layout=prober.layout,
         engine=request.checkpoint.engine.kind,
@@ -294,7 +294,7 @@ def _predicted_sequences(
     return max(0, free_bytes // kv_bytes) if kv_bytes else None
 
 
-class PeakSlope(NamedTuple):
+class _PeakSlope(NamedTuple):
     """What one more sequence takes between two batches that ran."""
 
     few: int
@@ -302,7 +302,7 @@ class PeakSlope(NamedTuple):
     bytes_per_sequence: float
 
 
-def peak_slope(probes: list[CapacityProbe]) -> PeakSlope | None:
+def _peak_slope(probes: list[CapacityProbe]) -> _PeakSlope | None:
     """Between the outermost of the upper half of the batches that ran; None unless there are two.
 
     The peak of a small batch may lie elsewhere: quanto, for one, dequantizes a weight for its product, and while
@@ -312,7 +312,7 @@ def peak_slope(probes: list[CapacityProbe]) -> PeakSlope | None:
     if len(ran) < 2:
         return None
     (few, low), (many, high) = ran[0], ran[-1]
-    return PeakSlope(few, many, (high - low) / (many - few))
+    return _PeakSlope(few, many, (high - low) / (many - few))
 
 
 def _upper_half(probes: list[CapacityProbe]) -> list[tuple[int, int]]:

@@ -6,9 +6,10 @@ print(examination_text(examine(store=store, progress=print)))
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.best_paths import ENGINE_RANKING, EngineRanking, RankedPair, ranking_key
+from pipeline.best_paths import ENGINE_RANKING, EngineRanking, Pair, RankedPair, ranking_key
 from pipeline.data_sheet import DATA_SHEET
 from pipeline.engine_ranking import measure_ranking, usable_pairs
 from pipeline.hardware import Device, detect, fingerprint
@@ -40,10 +41,8 @@ def examine(*, store: Store, progress: Progress, engines_on: Path | None = None)
     store.
     """
     device = detect()
-    if engines_on is not None:
-        usable_pairs(
-            engines_on, device=device
-        )  # a folder that can't be used is told before anything is timed
+    # A folder that can't be used is told before anything is timed.
+    pairs = usable_pairs(engines_on, device=device) if engines_on is not None else None
     progress("measuring memory bandwidth and FLOP/s …")
     request = DeviceSpeedRequest(device=device.kind, dtypes=("float32", "bfloat16", "float16"))
     measured = run_stage(
@@ -57,18 +56,22 @@ def examine(*, store: Store, progress: Progress, engines_on: Path | None = None)
         store=str(store.root),
         disk_free_bytes=shutil.disk_usage(store.root).free,
         data_sheet_names=tuple(sorted(DATA_SHEET)),
-        engines=_engines(engines_on, device=device, store=store, progress=progress),
+        engines=_engines(engines_on, pairs=pairs, device=device, store=store, progress=progress),
     )
 
 
 def _engines(
-    source: Path | None, *, device: Device, store: Store, progress: Progress
+    source: Path | None,
+    *,
+    pairs: Mapping[str, tuple[Pair, ...]] | None,
+    device: Device,
+    store: Store,
+    progress: Progress,
 ) -> EngineRanking | None:
     """Measured now on the model in `source`, else what was measured before."""
-    if source is None:
+    if source is None or pairs is None:
         return store.get(ENGINE_RANKING, ranking_key(device), EngineRanking)
     with store.lock():
-        pairs = usable_pairs(source, device=device)
         return measure_ranking(source, pairs=pairs, device=device, store=store, progress=progress)
 
 

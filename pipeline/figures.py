@@ -303,7 +303,7 @@ def cost_figure(variant: VariantResults, metric: str, price: float, *, batch_siz
 
 def _findings(variant: VariantReport) -> Iterator[Figure]:
     """What each rule observed; its limit stands in the report."""
-    names = told_apart([one.name.replace(" ", ".", 1) for one in variant.findings])
+    names = told_apart([one.metric for one in variant.findings])
     for name, finding in zip(names, variant.findings, strict=True):
         low, high = finding.interval or (None, None)
         yield Figure(

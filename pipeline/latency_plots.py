@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.inline_svg import FAINT, inline_svg
-from pipeline.plot_marks import COLOURS, INKS, LEGEND_ROW_IN, plain, plain_ticks
+from pipeline.inline_svg import FAINT, INK, inline_svg
+from pipeline.plot_marks import LEGEND_ROW_IN, plain, plain_ticks
 from pipeline.results import Report, VariantReport
 from pipeline.row_axes import mark_height, row_axes, rows_size_in
 from pipeline.simulation import Percentiles
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MANY_ROWS = 12
 """With more, a plot shows the smallest and the largest batch of each variant; the table shows all."""
-_MARKERS = ("o", "^", "s")
-_PLACES = (0, 4, 1)
+_LOOKS = (("|", INK), ("o", INK), ("s", "white"))
+"""Marker and filling of the three figures; colours stand for variants in the other plots."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,8 @@ class LatencyPlot:
 
 
 def _look(place: int) -> dict[str, Any]:
-    return {
-        "marker": _MARKERS[place],
-        "markersize": 6.5,
-        "markerfacecolor": COLOURS[_PLACES[place]],
-        "markeredgecolor": INKS[_PLACES[place]],
-    }
+    marker, filling = _LOOKS[place]
+    return {"marker": marker, "markersize": 6, "markerfacecolor": filling, "markeredgecolor": INK}
 
 
 def figures_text(wait: Wait) -> str:

@@ -15,7 +15,10 @@ def pick_text(report: Report) -> tuple[str, ...]:
     pick = report.pick
     if pick is None or not pick.trades:
         return ()
-    return (_picked(pick), f"Pareto front of speed, memory and quality: {', '.join(pick.front)}")
+    return (
+        _picked(pick),
+        f"Pareto front of speed, memory and quality among those that ship: {', '.join(pick.front)}",
+    )
 
 
 def pick_markdown(report: Report) -> str:

@@ -12,7 +12,8 @@ from pipeline.advice import advice, first_that_fits, prefill_share, what_ifs, wo
 from pipeline.data_sheet import Device
 from pipeline.errors import RecipeError
 from pipeline.fleet_plan import planned_fleet
-from pipeline.footprint import ShapeFacts, unreached_weights
+from pipeline.footprint import ShapeFacts, kv_bytes, unreached_weights
+from pipeline.kv_cache import CacheShape
 from pipeline.plan_values import HardwarePlan, Plan, QualityPlan, TrafficPlan, VariantPlan
 from pipeline.quality_power import quality_notes
 from pipeline.recipe import ExpandedRecipe, LoadedRecipe
@@ -73,7 +74,7 @@ def make_plan(
         what_ifs=what_ifs(setting, specs[0]),
         notes=(
             *_setting_notes(setting),
-            *_cache_notes(facts),
+            *_cache_notes(facts, context_tokens=setting.context_tokens),
             *facts.notes,
             *_fit_notes(setting, variants),
             *_load_notes(variants),
@@ -164,13 +165,33 @@ def _traffic(setting: PlanSetting) -> TrafficPlan | None:
     )
 
 
-def _cache_notes(facts: ShapeFacts) -> list[str]:
+def _cache_notes(facts: ShapeFacts, *, context_tokens: int) -> list[str]:
     notes = []
     if facts.cache is None:
         notes.append(f"KV cache: estimate unavailable: {facts.cache_unavailable}")
+    else:
+        notes.extend(_window_notes(facts, facts.cache, context_tokens))
     if facts.attention is None:
         notes.append("attention's own arithmetic isn't known for this model and isn't in the floors")
     return notes
+
+
+def _window_notes(facts: ShapeFacts, cache: CacheShape, context_tokens: int) -> list[str]:
+    """What is taken of layers with a window, and what an engine needs that reserves the context for them, too."""
+    windowed = sum(window.values_per_token for window in cache.windows)
+    growing = cache.growing_values_per_token + windowed
+    reserving = cache.model_copy(update={"windows": (), "growing_values_per_token": growing})
+    kept = kv_bytes(facts, context_tokens)
+    reserved = kv_bytes(facts.model_copy(update={"cache": reserving}), context_tokens)
+    if kept == reserved:
+        return []
+    layers = sum(window.layers for window in cache.windows)
+    tokens = ", ".join(str(window.tokens) for window in cache.windows)
+    return [
+        f"KV cache: {layers} layers are taken to keep no more than their window ({tokens} tokens): {kept:,} B a "
+        f"sequence of {context_tokens} tokens at 16 bits; an engine that reserves the whole context for them, too, "
+        f"needs {reserved:,} B"
+    ]
 
 
 def _setting_notes(setting: PlanSetting) -> list[str]:

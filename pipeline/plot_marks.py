@@ -99,8 +99,8 @@ class Labels:
         _, up = self._axes.transData.transform((1, y))
         self._taken.append((self._axes.bbox.x0, up - 1, self._axes.bbox.x1, up + 1))
 
-    def place(self, x: float, y: float, text: str, *, colour: str) -> bool:
-        """Write `text` beside the point; False where there is no room."""
+    def place(self, x: float, y: float, text: str, *, colour: str, radius_points: float = 0) -> bool:
+        """Write `text` beside the point, joined to its mark of that radius by a line; False where there is no room."""
         width = label_width_points(text)
         across, up = self._axes.transData.transform((x, y))
         for right, above in self._places:
@@ -108,11 +108,20 @@ class Labels:
             box = (left, up + above - 2, left + width, up + above + self.HEIGHT_POINTS - 2)
             if self._is_free(box):
                 self._taken.append(box)
-                self._write((x, y), text, offset=(right, above), colour=colour)
+                self._write((x, y), text, offset=(right, above), colour=colour, radius_points=radius_points)
                 return True
         return False
 
-    def _write(self, at: tuple[float, float], text: str, *, offset: tuple[int, int], colour: str) -> None:
+    def _write(
+        self,
+        at: tuple[float, float],
+        text: str,
+        *,
+        offset: tuple[int, int],
+        colour: str,
+        radius_points: float,
+    ) -> None:
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": radius_points}
         self._axes.annotate(
             text,
             at,
@@ -121,6 +130,7 @@ class Labels:
             ha="right" if offset[0] < 0 else "left",
             color=colour,
             fontsize=LABEL_POINTS,
+            arrowprops=line if radius_points else None,
         )
 
     def _is_free(self, box: tuple[float, float, float, float]) -> bool:

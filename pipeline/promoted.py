@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
@@ -66,6 +67,30 @@ def registered_name(*, recipe: str, model: str | None) -> str:
     if named.startswith((".", "/", "~")):
         named = PurePosixPath(named).name
     return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{Path(recipe).stem}.{named.replace('/', '--')}")[:200]
+
+
+def promoted_of(
+    report: Report,
+    variant: VariantReport,
+    *,
+    name: str,
+    version: str,
+    alias: Alias,
+    promoted_at: datetime,
+    run_key: str,
+) -> Promoted:
+    """The variant of that report as a promoted one."""
+    return Promoted(
+        name=name,
+        version=version,
+        alias=alias,
+        promoted_at=promoted_at.isoformat(timespec="seconds"),
+        run_started_at=report.started_at,
+        run_key=run_key,
+        machine=machine_of(report.provenance),
+        results=promoted_results(variant),
+        noise=promoted_noise(report),
+    )
 
 
 def machine_of(provenance: Mapping[str, Any]) -> str | None:

@@ -20,28 +20,20 @@ from pipeline.promoted import (
     Alias,
     Promoted,
     PromotedBefore,
-    machine_of,
-    promoted_noise,
-    promoted_results,
+    promoted_of,
     registered_name,
 )
 from pipeline.stored_reports import load_report
 from pipeline.tracked_labels import promotion_key, run_key
 from pipeline.tracking_store import (
-    StopRequest,
-    ask_server,
-    default_environment,
+    OpenStore,
     expected_errors,
-    open_client,
-    patiently,
-    quiet,
-    redact,
-    stop_between_calls,
+    open_store,
+    told,
     tracking_store,
 )
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 
@@ -54,51 +46,45 @@ def ask_registry(*, recipe: str, model: str | None, tracking_uri: str | None = N
     if place.database is not None and not place.database.is_file():
         return PromotedBefore()
     try:
-        with default_environment(), quiet(), stop_between_calls() as stop:
-            ask_server(place)
-            client = patiently(lambda: open_client(place), stop=stop)
-            return _versions(client, registered_name(recipe=recipe, model=model), stop=stop)
+        with open_store(place) as registry:
+            return _versions(registry, registered_name(recipe=recipe, model=model))
     except expected_errors() as error:
-        said = redact(" ".join(str(error).split()), uri=place.uri)[:300] or type(error).__name__
-        return PromotedBefore(not_asked=f"the registry at {place.shown} couldn't be asked: {said}")
+        return PromotedBefore(not_asked=f"the registry couldn't be asked; {told(error, place)}")
 
 
-def _versions(client: MlflowClient, name: str, *, stop: StopRequest) -> PromotedBefore:
-    models = patiently(lambda: client.search_registered_models(f"name = '{name}'", max_results=1), stop=stop)
+def _versions(registry: OpenStore, name: str) -> PromotedBefore:
+    models = registry.ask(lambda: registry.client.search_registered_models(f"name = '{name}'", max_results=1))
     held = dict(models[0].aliases) if models else {}
     found: dict[Alias, Promoted] = {}
     for alias in ALIASES:
         if alias in held:
-            found[alias] = _promoted(client, name, held[alias], alias=alias, stop=stop)
+            found[alias] = _promoted(registry, name, held[alias], alias=alias)
     return PromotedBefore(versions=found)
 
 
-def _promoted(client: MlflowClient, name: str, number: str, *, alias: Alias, stop: StopRequest) -> Promoted:
+def _promoted(registry: OpenStore, name: str, number: str, *, alias: Alias) -> Promoted:
     """Raises UsageError for a version that `promote` didn't make, or whose report isn't what was promoted."""
-    version: ModelVersion = patiently(lambda: client.get_model_version(name, number), stop=stop)
+    version: ModelVersion = registry.ask(lambda: registry.client.get_model_version(name, number))
     tags = version.tags
     named = f"{version.name} version {version.version} ({alias})"
     parent, variant_name = tags.get("parent_run_id"), tags.get("variant", "")
     if parent is None:
         raise UsageError(f"{named}: wasn't registered by promote; move the alias to a version that was")
     with tempfile.TemporaryDirectory(prefix="promoted-") as folder:
-        stop.obey()
-        report = load_report(Path(client.download_artifacts(parent, "report.json", folder)))
+        registry.stop.obey()
+        report = load_report(Path(registry.client.download_artifacts(parent, "report.json", folder)))
     variant = report.variant(variant_name)
     digest = tags.get("checkpoint_digest", "")
     if variant is None or promotion_key(report, variant_name, digest) != tags.get("promotion_key"):
         raise UsageError(
             f"{named}: the report of its run {parent} isn't the one that was promoted; promote again"
         )
-    made = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
-    return Promoted(
+    return promoted_of(
+        report,
+        variant,
         name=version.name,
         version=str(version.version),
         alias=alias,
-        promoted_at=made.isoformat(timespec="seconds"),
-        run_started_at=report.started_at,
+        promoted_at=datetime.fromtimestamp(version.creation_timestamp / 1000, UTC),
         run_key=run_key(report),
-        machine=machine_of(report.provenance),
-        results=promoted_results(variant),
-        noise=promoted_noise(report),
     )

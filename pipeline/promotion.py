@@ -14,7 +14,6 @@ import difflib
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,7 @@ from pipeline.promoted import (
     Alias,
     Promoted,
     keep_promoted,
-    machine_of,
-    promoted_noise,
-    promoted_results,
+    promoted_of,
     registered_name,
 )
 from pipeline.provenance import host_digest
@@ -49,23 +46,16 @@ from pipeline.tracked_labels import promotion_key, run_key
 from pipeline.tracked_values import LONGEST_TAG, legal_name, shortened, variant_metrics
 from pipeline.tracking import track
 from pipeline.tracking_store import (
-    StopRequest,
-    TrackingStore,
-    ask_server,
-    default_environment,
+    OpenStore,
     expected_errors,
     file_lock,
-    open_client,
-    patiently,
-    quiet,
-    redact,
-    stop_between_calls,
+    open_store,
+    told,
     tracking_store,
 )
 from pipeline.values import Value
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 FOLDER = "checkpoint"
@@ -104,19 +94,6 @@ class Promotion(Value):
     pushed_to: str | None = None
 
 
-@dataclass(frozen=True)
-class _Registry:
-    """One conversation with the registry."""
-
-    client: MlflowClient
-    store: TrackingStore
-    stop: StopRequest
-
-    def ask(self, call: Any) -> Any:
-        """One call, unless a stop was requested; waits for locks."""
-        return patiently(call, stop=self.stop)
-
-
 def promote(
     report: Report,
     variant_name: str,
@@ -146,9 +123,7 @@ def promote(
     place = tracking_store(tracking_uri, artifacts_folder=artifacts_folder)
     lock = store.root / "promoted" / ".lock"
     try:
-        with default_environment(), quiet(), stop_between_calls() as stop, file_lock(lock):
-            ask_server(place)
-            registry = _Registry(patiently(lambda: open_client(place), stop=stop), place, stop)
+        with open_store(place) as registry, file_lock(lock):
             done = _register(
                 registry,
                 report,
@@ -161,10 +136,7 @@ def promote(
             # Under the same lock: of two promotions at once the last one holds the alias in both places.
             record = _keep(store, _record(report, variant, done))
     except expected_errors() as error:
-        said = redact(" ".join(str(error).split()), uri=place.uri)[:600] or type(error).__name__
-        raise StageError(
-            f"nothing was promoted; MLflow at {place.shown}: {said}; promote again later"
-        ) from None
+        raise StageError(f"nothing was promoted; {told(error, place)}; promote again later") from None
     return done.model_copy(update={"card": str(card), "record": str(record)})
 
 
@@ -276,16 +248,14 @@ def _keep(store: Store, promoted: Promoted) -> Path:
 
 
 def _record(report: Report, variant: VariantReport, done: Promotion) -> Promoted:
-    return Promoted(
+    return promoted_of(
+        report,
+        variant,
         name=done.name,
         version=done.version,
         alias=done.alias,
-        promoted_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        run_started_at=report.started_at,
+        promoted_at=datetime.now(UTC),
         run_key=run_key(report),
-        machine=machine_of(report.provenance),
-        results=promoted_results(variant),
-        noise=promoted_noise(report),
     )
 
 
@@ -293,7 +263,7 @@ def _record(report: Report, variant: VariantReport, done: Promotion) -> Promoted
 
 
 def _register(
-    registry: _Registry,
+    registry: OpenStore,
     report: Report,
     variant: VariantReport,
     *,
@@ -342,7 +312,7 @@ def _register(
     )
 
 
-def _variant_run(registry: _Registry, parent_run_id: str, variant: str) -> str:
+def _variant_run(registry: OpenStore, parent_run_id: str, variant: str) -> str:
     """The child run of the variant."""
     from mlflow.exceptions import MlflowException
 
@@ -359,7 +329,7 @@ def _variant_run(registry: _Registry, parent_run_id: str, variant: str) -> str:
     return str(found[0].info.run_id)
 
 
-def _version_of(registry: _Registry, name: str, *, key: str) -> ModelVersion | None:
+def _version_of(registry: OpenStore, name: str, *, key: str) -> ModelVersion | None:
     found: Sequence[ModelVersion] = registry.ask(
         lambda: registry.client.search_model_versions(
             f"name = '{name}' and tags.promotion_key = '{key}'", max_results=1
@@ -368,7 +338,7 @@ def _version_of(registry: _Registry, name: str, *, key: str) -> ModelVersion | N
     return found[0] if found else None
 
 
-def _add_model(registry: _Registry, name: str, report: Report) -> None:
+def _add_model(registry: OpenStore, name: str, report: Report) -> None:
     """The registered model, unless it is there; another process may be making it, too."""
     from mlflow.exceptions import MlflowException
 
@@ -382,7 +352,7 @@ def _add_model(registry: _Registry, name: str, report: Report) -> None:
             raise
 
 
-def _log_checkpoint_files(registry: _Registry, run_id: str, folder: Path) -> None:
+def _log_checkpoint_files(registry: OpenStore, run_id: str, folder: Path) -> None:
     """Manifest and card go to the variant's run: the weights stay where they are."""
     for name in (MANIFEST_NAME, CARD_NAME):
         registry.stop.obey()
@@ -393,7 +363,7 @@ def _log_checkpoint_files(registry: _Registry, run_id: str, folder: Path) -> Non
         registry.client.log_artifact(run_id, str(where), FOLDER)
 
 
-def _source(registry: _Registry, run_id: str, folder: Path) -> str:
+def _source(registry: OpenStore, run_id: str, folder: Path) -> str:
     """The folder's URI; a server refuses local paths, which could be its own, and gets the run's artifacts."""
     if not registry.store.is_server:
         return folder.resolve().as_uri()

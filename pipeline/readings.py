@@ -119,6 +119,12 @@ def decode_rate(variant: VariantResults | None, batch_size: int | None) -> float
     return row.decode_tokens_per_s if row is not None and row.outcome == "measured" else None
 
 
+def is_noisy(variant: VariantResults | None, batch_size: int | None) -> bool:
+    """Whether that rate's times spread more than the recipe allows."""
+    row = variant.speed.row(batch_size) if variant and variant.speed and batch_size is not None else None
+    return row is not None and row.outcome == "measured" and row.noisy
+
+
 def smallest_batch(variants: Iterable[VariantResults]) -> int | None:
     """The smallest batch of the workload that was run: one stream's speed, where it holds 1."""
     sizes = [row.batch_size for one in variants if one.speed for row in one.speed.of("batch")]
@@ -214,6 +220,22 @@ def bandwidths(variant: VariantResults) -> list[float]:
         and row.tpot_s is not None
         and row.tpot_s.median > 0
     ]
+
+
+def drift_share(baseline: VariantResults, candidate: VariantResults) -> float:
+    """By how much the machine's own change may have made a ratio of two speeds, as a share; 0 where they took turns.
+
+    Of variants timed one after the other the baseline is timed again at the end; without that UnmeasuredError.
+    """
+    before, after = speed_of(baseline), speed_of(candidate)
+    if before.timed_in_turn is not False and after.timed_in_turn is not False:
+        return 0.0
+    if before.drift_percent is None:
+        raise UnmeasuredError(
+            "timed one after the other, and the baseline couldn't be timed again at the end: a speed-up can't be told "
+            "from a machine that changed"
+        )
+    return abs(before.drift_percent) / 100
 
 
 def refuse_other_conditions(

@@ -1,4 +1,4 @@
-"""The four questions that a reader of a report has, answered in sentences: what ships, why, its cost, its limits.
+"""The questions that a reader of a report has, answered in sentences: what ships, why, its cost, its limits, how sure.
 
 for answer in answers(report):
     print(answer.question, *answer.lines)
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.pick_tables import pick_text
-from pipeline.readings import decode_rate, engines_apart, smallest_batch
+from pipeline.readings import decode_rate, engines_apart, is_noisy, smallest_batch
 from pipeline.recipe_sections import SpeedSpec
 from pipeline.report_findings import (
     candidates,
@@ -47,6 +47,7 @@ def answers(report: Report) -> tuple[Answer, ...]:
         Answer("Why?", tuple(_why(report))),
         Answer("What does it cost?", tuple(_cost(report))),
         Answer("What limits it?", tuple(_limits(report))),
+        Answer("How sure is it?", tuple(_sureness(report))),
     )
 
 
@@ -77,7 +78,7 @@ def _gains(report: Report, variant: VariantReport) -> str:
     rates = [decode_rate(one, size) for one in (variant, baseline)]
     if rates[0] and rates[1]:
         engines = engines_apart(baseline, variant)
-        noisy = ["noisy"] if any(_is_noisy(one, size) for one in (variant, baseline)) else []
+        noisy = ["noisy"] if any(is_noisy(one, size) for one in (variant, baseline)) else []
         asides = [*([f"{engines}: the engines differ"] if engines else []), *noisy]
         beside = f" ({'; '.join(asides)})" if asides else ""
         parts.append(f"decodes {rates[0] / rates[1]:.2f} × as fast at batch {size}{beside}")
@@ -87,11 +88,6 @@ def _gains(report: Report, variant: VariantReport) -> str:
     if all(held):
         parts.append(f"takes {held[0] / held[1]:.2f} × the memory for its weights")
     return f"Beside {baseline.name}, {variant.name} {' and '.join(parts)}." if parts else ""
-
-
-def _is_noisy(variant: VariantReport, size: int | None) -> bool:
-    row = variant.speed.row(size) if variant.speed and size is not None else None
-    return row is not None and row.noisy
 
 
 def _cost(report: Report) -> Iterator[str]:
@@ -159,7 +155,46 @@ def _limits(report: Report) -> Iterator[str]:
             if told
             else f"{variant.name}: nothing was measured that tells."
         )
+
+
+def _sureness(report: Report) -> Iterator[str]:
+    """What decided most narrowly, what stayed open, on how many documents, and how steady the machine was."""
+    for variant in _told(report):
+        yield from _closest(variant)
+        yield from _open(variant)
+        if documents := _documents(variant):
+            yield f"{variant.name}: its scores are of {documents}; the differences are of the same ones."
     yield from _drift(report)
+
+
+def _closest(variant: VariantReport) -> Iterator[str]:
+    found = [(used, one) for one in variant.findings if (used := _used_up(one)) is not None]
+    if not found:
+        return
+    _, one = max(found, key=lambda pair: pair[0])
+    span = ""
+    if one.interval is not None:
+        low, high = (figure_text(end, one.unit) for end in one.interval)
+        span = f", between {low} and {high} by its own spread"
+    yield (
+        f"{variant.name}: nearest to its limit is {figure_name(one)} {figure_text(one.observed, one.unit)} "
+        f"({limit_text(one)}){span}."
+    )
+
+
+def _open(variant: VariantReport) -> Iterator[str]:
+    """Findings that decided nothing, in their own words."""
+    for one in variant.findings:
+        if one.outcome in ("inconclusive", "missing"):
+            yield f"{variant.name}: {one.outcome}, {one.because}."
+
+
+def _documents(variant: VariantReport) -> str:
+    counts = sorted(task.documents for task in variant.quality.tasks.values()) if variant.quality else []
+    if not counts:
+        return ""
+    span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
+    return f"{span} documents a task"
 
 
 def _drift(report: Report) -> Iterator[str]:
@@ -170,9 +205,14 @@ def _drift(report: Report) -> Iterator[str]:
     for variant in report.variants:
         drift = variant.speed.drift_percent if variant.speed else None
         if drift is not None and abs(drift) > allowed:
+            told = (
+                "a speed beside the baseline's is from turns taken while it changed, an absolute one is not so sure"
+                if variant.speed and variant.speed.timed_in_turn
+                else "differences of speed of that size tell little"
+            )
             yield (
                 f"The machine: {variant.name}, timed again at the end, took {abs(drift):.1f} % "
-                f"{'more' if drift > 0 else 'less'} time a token; differences of speed of that size tell little."
+                f"{'more' if drift > 0 else 'less'} time a token; {told}."
             )
 
 

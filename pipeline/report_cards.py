@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.quality_tables import documents_cell
-from pipeline.readings import decode_rate, engines_apart
+from pipeline.readings import decode_rate, engines_apart, is_noisy
 from pipeline.report_findings import (
     CONCERNS,
     MARKS,
@@ -179,7 +179,7 @@ def _speed_lines(variant: VariantReport, baseline: VariantReport | None) -> Iter
     for size in sizes:
         rates = [decode_rate(one, size) for one in (variant, baseline)]
         line = _line(f"decode, batch {size}{engines}", rates[0], rates[1], ",.1f", "tok/s")
-        noisy = ["~" if _is_noisy(one, size) else "" for one in (variant, baseline)]
+        noisy = ["~" if is_noisy(one, size) else "" for one in (variant, baseline)]
         yield replace(line, value=line.value + noisy[0], baseline=line.baseline + noisy[1])
     for size in sizes[:1]:
         value, before = (_ttft_ms(one, size) for one in (variant, baseline))
@@ -195,11 +195,6 @@ def _speed_lines(variant: VariantReport, baseline: VariantReport | None) -> Iter
 def _ttft_ms(variant: VariantReport | None, size: int) -> float | None:
     row = variant.speed.row(size) if variant and variant.speed else None
     return 1e3 * row.ttft_s.median if row and row.outcome == "measured" and row.ttft_s else None
-
-
-def _is_noisy(variant: VariantReport | None, size: int) -> bool:
-    row = variant.speed.row(size) if variant and variant.speed else None
-    return row is not None and row.outcome == "measured" and row.noisy
 
 
 def _memory_lines(variant: VariantReport, baseline: VariantReport | None) -> Iterator[Line]:
@@ -221,10 +216,8 @@ def _memory_lines(variant: VariantReport, baseline: VariantReport | None) -> Ite
 
 def _quality_lines(variant: VariantReport, baseline: VariantReport | None) -> Iterator[Line]:
     """The baseline's score is that on the documents that both answered, where the two compare."""
-    arms, paired = (
-        [one.quality if one else None for one in (variant, baseline)],
-        paired_scores(variant, baseline=baseline),
-    )
+    arms = [one.quality if one else None for one in (variant, baseline)]
+    paired = paired_scores(variant, baseline=baseline)
     names = dict.fromkeys(name for one in arms if one for name in one.tasks)
     for name in names:
         results = [one.tasks.get(name) if one else None for one in arms]

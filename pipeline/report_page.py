@@ -93,7 +93,7 @@ _KEY = {
     "mem ×": "mem ×: those beside the baseline's",
     "bits/w": "bits/w: bits stored for a weight, scales, embedding and head among them",
     "TTFT ms": "TTFT: time to the first token",
-    "tok/s b": "tok/s b1, b8 …: tokens decoded a second at that batch size, all sequences together",
+    "tok/s b": "tok/s b…: tokens decoded a second at that batch size, all sequences together",
     "speed × b": "speed ×: that beside the baseline's",
     "max seqs": "max seqs: sequences that memory held at once",
 }
@@ -150,13 +150,14 @@ def _trade(report: Report) -> Iterator[Plot]:
         yield from _drawn(
             f"speed against {unit}",
             f"Speed against {unit}, the baseline at 0. Up and right is better, a smaller disc needs less memory, "
-            "hollow discs don't ship; upright lines are 95 % intervals.",
+            "hollow discs don't ship; upright lines are 95 % intervals, two-sided and so wider than the gate's bounds.",
             partial(trade_svg, report, points, key=f"trade-{place}"),
             table=_trade_table(points),
         )
     yield from _drawn(
         "batches",
-        "Solid: measured. Dotted: the most that the measured memory bandwidth allows for the bytes a step reads"
+        "Solid: measured. Dotted: the most that the measured memory bandwidth allows for the bytes a step reads, "
+        "and measured FLOP/s where these are known to allow less"
         f"{_break_even(report)}{_capacity(report)}. The figures stand in the tables of speed and capacity below.",
         lambda: sweep_plot(report),
     )
@@ -196,8 +197,8 @@ def _latency(one: LatencyPlot) -> Plot:
 def _quality(report: Report) -> Iterator[Plot]:
     for one in margin_plots(report):
         caption = (
-            f"{one.heading}. Lines are intervals, the limit's forbidden side is shaded; ● kept, ✕ broken, "
-            "◇ undecided. The figures are among the findings below."
+            f"{one.heading}. Lines reach from bound to bound, each one-sided at the rule's confidence; the limit's "
+            "forbidden side is shaded; ● kept, ✕ broken, ◇ undecided. The figures are among the findings below."
         )
         yield from _drawn(one.heading, caption, one.svg)
     yield from _drawn(
@@ -254,6 +255,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     git = report.provenance.get("git")
     yield "model", report.model_id or "unknown"
     yield "recipe", report.recipe
+    yield "to repeat", f"python -m pipeline run {report.recipe}"
     yield "recipe digest", report.recipe_digest[:16]
     yield "started", report.started_at.replace("T", " ").replace("+00:00", " UTC")
     yield "took", f"{report.seconds:,.0f} s"

@@ -289,6 +289,11 @@ class Finding(Value):
         """Rule and subject; a gate that has a rule twice gives two of one name (`told_apart`)."""
         return f"{self.rule} {self.subject}".rstrip()
 
+    @property
+    def metric(self) -> str:
+        """The name with a dot between rule and subject: figures and metrics are named so."""
+        return self.name.replace(" ", ".", 1)
+
 
 def told_apart(names: Sequence[str]) -> tuple[str, ...]:
     """The names in their order, repeated ones numbered.

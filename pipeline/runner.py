@@ -252,16 +252,10 @@ def _stage_of_all(
     measure: Callable[[], SetResult],
 ) -> SetResult | None:
     """A stage over the set of variants, from the store or measured now; variants that failed are recorded."""
-
-    def make() -> SetResult:
-        result = measure()
-        if _is_whole_set(result):
-            keep_result(state, stage, key, result)
-        return result
-
     names = [variant.name for variant in members]
-    stored = partial(state.store.get, stage, key, kind)
-    result = stage_result(state, stage, names, step=stage, stored=stored, make=make)
+    result = stored_stage(
+        state, stage, names, key=key, kind=kind, measure=measure, step=stage, keeps=_is_whole_set
+    )
     for name, told in (result.failures if result else {}).items():
         state.fail(name, told)
     return result
@@ -280,7 +274,7 @@ def _capacity(state: RunState, variant: VariantSpec) -> None:
     result = stored_stage(
         state,
         "capacity",
-        variant.name,
+        [variant.name],
         key=key,
         kind=CapacityResult,
         measure=measure,
@@ -351,7 +345,7 @@ def _evaluated(
         return run_stage("quality", keeping, QualityResult, log=state.log, progress=state.progress.tell)
 
     result = stored_stage(
-        state, "quality", variant.name, key=key, kind=QualityResult, measure=measure, step=step
+        state, "quality", [variant.name], key=key, kind=QualityResult, measure=measure, step=step
     )
     if state.store.result_path("quality", key).exists():
         answers.unlink(missing_ok=True)

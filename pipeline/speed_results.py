@@ -117,6 +117,8 @@ class SpeedResult(Value):
 
     `measured_break_even_batch` is how many single streams the best batch is worth, `free_lunch_batch` up to which
     batch a step costs next to nothing more; see `measure.break_even_batch` and `measure.free_lunch_batch`.
+    `timed_in_turn` says whether the variants took turns (None in records from before it was kept); `drift_percent`, of
+    the baseline alone, how much longer its tokens took when it was timed again at the end.
     """
 
     engine: str
@@ -125,6 +127,7 @@ class SpeedResult(Value):
     execution: str
     rows: tuple[SpeedRow, ...]
     memory: MemoryResult
+    timed_in_turn: bool | None = None
     drift_percent: float | None = None
     measured_break_even_batch: float | None = None
     free_lunch_batch: int | None = None

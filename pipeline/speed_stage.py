@@ -114,6 +114,7 @@ class _SpeedStage:
     limits: DeviceSpeed
     log: Path
     progress: Progress
+    in_turn: bool = True
     results: dict[str, SpeedResult] = field(default_factory=dict)
     failures: dict[str, StageFailure] = field(default_factory=dict)
 
@@ -134,6 +135,7 @@ class _SpeedStage:
 
     def one_by_one(self) -> None:
         """Each alone, because they don't fit together; the baseline again at the end shows the drift."""
+        self.in_turn = False
         first: dict[str, ShapeTiming] = {}
         for name in self.checkpoints:
             with ExitStack() as stack:
@@ -199,6 +201,7 @@ class _SpeedStage:
                 manifest=self.manifests[name],
                 weights_read_bytes=self._weights_read(name, opened, tokens=1),
             ),
+            timed_in_turn=self.in_turn,
             drift_percent=drift_percent(timings[0], again[0]) if again else None,
             measured_break_even_batch=break_even_batch(rows),
             free_lunch_batch=free_lunch_batch(rows),

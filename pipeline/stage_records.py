@@ -1,6 +1,6 @@
 """A stage's result: the stored one, or one made now, with its failures and its duration recorded.
 
-result = stored_stage(state, "capacity", "int8", key=key, kind=CapacityResult, measure=measure, step="capacity int8")
+result = stored_stage(state, "capacity", ["int8"], key=key, kind=CapacityResult, measure=measure, step="capacity int8")
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.values import AnyValue, Value
 def stored_stage(
     state: RunState,
     stage: str,
-    variant: str,
+    variants: list[str],
     *,
     key: str,
     kind: type[AnyValue],
@@ -28,7 +28,7 @@ def stored_stage(
     step: str,
     keeps: Callable[[AnyValue], bool] = lambda _: True,
 ) -> AnyValue | None:
-    """A variant's result from the store, or measured now and stored where it is worth keeping."""
+    """The result of one or several variants from the store, or measured now and stored where it is worth keeping."""
 
     def make() -> AnyValue:
         result = measure()
@@ -37,7 +37,7 @@ def stored_stage(
         return result
 
     stored = partial(state.store.get, stage, key, kind)
-    return stage_result(state, stage, [variant], step=step, stored=stored, make=make)
+    return stage_result(state, stage, variants, step=step, stored=stored, make=make)
 
 
 def stage_result(

@@ -80,7 +80,7 @@ def variant_tags(variant: VariantReport, *, baseline_name: str) -> dict[str, str
         "precision": variant.precision,
     }
     for finding in sorted(variant.findings, key=lambda one: _WORSE.index(one.outcome)):
-        tags[f"finding.{finding.name.replace(' ', '.', 1)}"] = finding.outcome
+        tags[f"finding.{finding.metric}"] = finding.outcome
     for task, result in variant.quality.tasks.items() if variant.quality else ():
         if result.void is not None:
             tags[f"void.{task}"] = shortened(result.void, LONGEST_TAG)

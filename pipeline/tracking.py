@@ -47,19 +47,12 @@ from pipeline.tracked_values import (
     variant_metrics,
 )
 from pipeline.tracking_store import (
-    StopRequest,
-    TrackingStore,
-    ask_server,
-    default_environment,
+    OpenStore,
     expected_errors,
-    open_client,
+    open_store,
     owner_is_alive,
     owner_tags,
-    patiently,
-    quiet,
-    redact,
-    remedy,
-    stop_between_calls,
+    told,
     tracking_store,
 )
 from pipeline.values import Value
@@ -91,16 +84,20 @@ class _Contested(Exception):  # noqa: N818  (a turn of events, caught here)
 class _Session:
     """One conversation with a tracking store; `open_runs` are those that must not be left RUNNING."""
 
-    client: MlflowClient
+    opened: OpenStore
     experiment_id: str
     report: Report
     run_key: str
-    stop: StopRequest
     open_runs: list[str] = field(default_factory=list)
+
+    @property
+    def client(self) -> MlflowClient:
+        """For what is called in `ask`."""
+        return self.opened.client
 
     def ask(self, call: Callable[[], Answer]) -> Answer:
         """One call of the store, unless a stop was requested; waits for locks."""
-        return patiently(call, stop=self.stop)
+        return self.opened.ask(call)
 
 
 def track(
@@ -122,32 +119,24 @@ def track(
         store = tracking_store(tracking_uri, artifacts_folder=artifacts_folder)
     except UsageError as error:
         return TrackResult(run_id=None, tracked=False, because=str(error))
-    with default_environment(), quiet(), stop_between_calls() as stop:
-        expected = expected_errors()
-        try:
-            return _track(
-                report, store=store, run_folder=run_folder, experiment=experiment, note=note, stop=stop
-            )
-        except expected as error:
-            said = redact(" ".join(str(error).split()), uri=store.uri)[:600] or type(error).__name__
-            because = f"MLflow at {store.shown}: {said}{remedy(said, store)}"
-            return TrackResult(run_id=None, tracked=False, because=because)
+    try:
+        with open_store(store) as opened:
+            return _track(report, opened=opened, run_folder=run_folder, experiment=experiment, note=note)
+    except expected_errors() as error:
+        return TrackResult(run_id=None, tracked=False, because=told(error, store))
 
 
 def _track(
     report: Report,
     *,
-    store: TrackingStore,
+    opened: OpenStore,
     run_folder: Path,
     experiment: str,
     note: str,
-    stop: StopRequest,
 ) -> TrackResult:
-    ask_server(store)
-    client = patiently(lambda: open_client(store), stop=stop)
-    location = store.artifact_location
-    experiment_id = patiently(lambda: _experiment_id(client, experiment, location), stop=stop)
-    session = _Session(client, experiment_id, report, run_key=run_key(report), stop=stop)
+    location = opened.store.artifact_location
+    experiment_id = opened.ask(lambda: _experiment_id(opened.client, experiment, location))
+    session = _Session(opened, experiment_id, report, run_key=run_key(report))
     _close_stale_runs(session)
     for _ in range(CONTESTS):
         known = _known_run(session)
@@ -163,7 +152,7 @@ def _track(
             # The other may have withdrawn as well: whoever wakes first begins, and the later one sees that.
             time.sleep(random.uniform(0.2, 3))
         else:
-            return TrackResult(run_id=run_id, tracked=True, because=f"logged to {store.shown}")
+            return TrackResult(run_id=run_id, tracked=True, because=f"logged to {opened.store.shown}")
     return TrackResult(run_id=None, tracked=False, because="others are logging this report now")
 
 
@@ -274,7 +263,7 @@ def _log_files(session: _Session, run_id: str, folder: Path, *, under: str = "")
         if path.is_file():
             inside = (Path(under) / path.relative_to(folder)).parent.as_posix()
             place = None if inside == "." else inside
-            session.stop.obey()
+            session.opened.stop.obey()
             session.client.log_artifact(run_id, str(path), place)
 
 

@@ -28,14 +28,12 @@ from pipeline.errors import Interrupted, StageError, UsageError
 from pipeline.interruption import first_signal_interrupts
 from pipeline.tracking import EXPERIMENT
 from pipeline.tracking_store import (
+    OpenStore,
     TrackingStore,
-    ask_server,
-    default_environment,
     expected_errors,
-    open_client,
-    quiet,
+    open_store,
     redact,
-    remedy,
+    told,
     tracking_store,
 )
 
@@ -147,32 +145,33 @@ def without_login(address: str) -> str:
 
 def _last_comparison(store: TrackingStore) -> _LastRun | None:
     """The last run of a recipe and the pages that show it; None where nothing is logged."""
-    with default_environment(), quiet():
-        try:
-            ask_server(store)
-            client = open_client(store)
-            experiment = client.get_experiment_by_name(EXPERIMENT)
-            if experiment is None:
-                return None
-            found = client.search_runs(
-                [experiment.experiment_id],
-                "tags.`pipeline.part` = 'run'",
-                max_results=1,
-                order_by=["attributes.start_time DESC"],
-            )
-            if not found:
-                return None
-            run_id = str(found[0].info.run_id)
-            children = client.search_runs(
-                [experiment.experiment_id],
-                f"tags.`mlflow.parentRunId` = '{run_id}'",
-                order_by=["attributes.start_time ASC"],
-            )
-        except expected_errors() as error:
-            said = redact(" ".join(str(error).split()), uri=store.uri)[:600]
-            raise StageError(f"MLflow at {store.shown}: {said}{remedy(said, store)}") from None
-    ids = [str(child.info.run_id) for child in children]
+    try:
+        with open_store(store) as opened:
+            return _last_run(opened)
+    except expected_errors() as error:
+        raise StageError(told(error, store)) from None
+
+
+def _last_run(opened: OpenStore) -> _LastRun | None:
+    client = opened.client
+    experiment = opened.ask(lambda: client.get_experiment_by_name(EXPERIMENT))
+    if experiment is None:
+        return None
     place = str(experiment.experiment_id)
+    found = opened.ask(
+        lambda: client.search_runs(
+            [place], "tags.`pipeline.part` = 'run'", max_results=1, order_by=["attributes.start_time DESC"]
+        )
+    )
+    if not found:
+        return None
+    run_id = str(found[0].info.run_id)
+    children = opened.ask(
+        lambda: client.search_runs(
+            [place], f"tags.`mlflow.parentRunId` = '{run_id}'", order_by=["attributes.start_time ASC"]
+        )
+    )
+    ids = [str(child.info.run_id) for child in children]
     comparison = comparison_path(ids, experiment_id=place) if ids else None
     return _LastRun(run_id, f"experiments/{place}/runs?{PAGES}", comparison)
 

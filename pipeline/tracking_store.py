@@ -317,6 +317,33 @@ def ask_server(store: TrackingStore) -> None:
         raise MlflowException(f"what answers there is no MLflow server: {answer.text[:100]!r}")
 
 
+@dataclass(frozen=True)
+class OpenStore:
+    """A store that answers, while its block lasts."""
+
+    store: TrackingStore
+    client: MlflowClient
+    stop: StopRequest
+
+    def ask(self, call: Callable[[], Answer]) -> Answer:
+        """One call, unless a stop was requested; waits for locks."""
+        return patiently(call, stop=self.stop)
+
+
+@contextmanager
+def open_store(store: TrackingStore) -> Iterator[OpenStore]:
+    """Talk to the store, MLflow kept quiet, Ctrl-C and SIGTERM obeyed between calls. Raises `expected_errors`."""
+    with default_environment(), quiet(), stop_between_calls() as stop:
+        ask_server(store)
+        yield OpenStore(store, patiently(lambda: open_client(store), stop=stop), stop)
+
+
+def told(error: Exception, store: TrackingStore) -> str:
+    """Which store it was and what it said, on one line and without secrets, and what mends it."""
+    said = redact(" ".join(str(error).split()), uri=store.uri)[:600] or type(error).__name__
+    return f"MLflow at {store.shown}: {said}{remedy(said, store)}"
+
+
 def open_client(store: TrackingStore) -> MlflowClient:
     """A client of the store; the tables of a new SQLite file are made by one process at a time."""
     from mlflow import MlflowClient

@@ -202,8 +202,15 @@ class _View:
         labels.keep_line_clear(0)
         for one, size in zip(self.points, sizes, strict=True):
             labels.keep_clear(one.tokens_per_s, one.change.value, radius_points=size / 2 + 1)
+        radii = {one.name: size / 2 for one, size in zip(self.points, sizes, strict=True)}
         for one in sorted(self.points, key=lambda point: point.name != self.baseline):
             megabytes = f" {one.resident_bytes / 1e6:,.0f} MB"
             for text in (f"{short(one.name)}{megabytes}", short(one.name)):
-                if labels.place(one.tokens_per_s, one.change.value, text, colour=ink_of(one.place)):
+                if labels.place(
+                    one.tokens_per_s,
+                    one.change.value,
+                    text,
+                    colour=ink_of(one.place),
+                    radius_points=radii[one.name],
+                ):
                     break

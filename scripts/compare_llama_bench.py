@@ -118,8 +118,9 @@ def _figures(variant: str, pairs: Sequence[tuple[Rates, Rates]]) -> Iterator[Com
 def _ours(file: Path, *, threads: int, seed: int) -> Rates:
     """In a process of its own, as llama-bench is and as every variant of a run is.
 
-    Loaded anew each time: where the weights happen to lie in memory is worth some percent of what memory bounds, and
-    a process that has loaded and freed them forty times got worse places.
+    Where the weights happen to lie in memory is worth some percent of what memory bounds. One process that loaded and
+    freed F16 weights forty times decoded at 0.95 of llama-bench's rate, new ones at 1.00 (docs/log.md); the reason was
+    not looked for.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_rates, file, threads=threads, seed=seed).result()

@@ -12,7 +12,7 @@ import yaml
 
 from tests.composite_action import Job, run_action
 from tests.quality_tasks import CHOICES, questions, write_task
-from tests.tiny_models import write_llama
+from tests.tiny_models import SHORT_SPEED, TWO_VARIANTS, write_llama
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "action.yml").read_text("utf-8")
@@ -153,11 +153,8 @@ def test_without_extras_and_baseline_run_no_empty_words_are_passed(tmp_path: Pat
 # --- the real program ----------------------------------------------------------------------------------------
 
 RECIPE: dict[str, Any] = {
-    "model": "./llama",
-    "baseline": "fp16",
-    "variants": [{"name": "fp16"}, {"name": "int8", "quantizer": {"kind": "quanto", "weights": "int8"}}],
-    "workload": {"prompt_tokens": 8, "new_tokens": 4},
-    "speed": {"batch_sizes": [1], "warmup": 1, "repeats": 3, "min_seconds": 0, "max_cv_percent": 1000},
+    **TWO_VARIANTS,
+    "speed": SHORT_SPEED,
     "quality": {"tasks": ["choices"], "task_folders": ["tasks"], "data_folder": "tasks/data", "limit": 12},
 }
 

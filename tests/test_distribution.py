@@ -128,6 +128,9 @@ def test_perplexity_by_token_word_and_byte_differ_as_their_units_do() -> None:
     assert perplexity_figures(nats, units=[10]).value == pytest.approx(4096)
     assert perplexity_figures(nats, units=[60]).value == pytest.approx(4)
     assert ratio([nats[0] / math.log(2)], weights=[60]).value == pytest.approx(2.0)
+    per_byte = [1000 * math.log(1.50158)]
+    assert perplexity_figures(per_byte, units=[1000]).value == pytest.approx(1.50158)
+    assert ratio([per_byte[0] / math.log(2)], weights=[1000]).value == pytest.approx(0.58649, abs=1e-5)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_not_the_mean_of_exponentials() -> None:

@@ -26,17 +26,14 @@ from pipeline.tracked_values import variant_metrics
 from tests import result_builders as build
 from tests.quality_tasks import CHOICES, questions, request_for, write_task
 from tests.test_distribution_rules import GOOD, OWN
-from tests.tiny_models import write_llama
+from tests.tiny_models import TWO_VARIANTS, write_llama
 
 TEXT = (
     "the wind over the harbour was cold and the boats stayed in, said the old man; nobody answered him.\n"
     * 30
 )
 RECIPE: dict[str, Any] = {
-    "model": "./llama",
-    "baseline": "fp16",
-    "variants": [{"name": "fp16"}, {"name": "int8", "quantizer": {"kind": "quanto", "weights": "int8"}}],
-    "workload": {"prompt_tokens": 8, "new_tokens": 4},
+    **TWO_VARIANTS,
     "quality": {
         "tasks": ["quiz"],
         "task_folders": ["tasks"],

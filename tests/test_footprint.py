@@ -213,6 +213,19 @@ def test_a_hybrid_models_linear_layers_keep_a_constant_state() -> None:
     assert kv_bytes(facts, 32_768, element_bytes=4) == 4 * 2**30 + 4 * inputs + matrices
 
 
+def test_a_hybrid_s_cache_follows_its_interval_or_its_list_of_layers() -> None:
+    """A quarter of the bytes that as many full layers take."""
+    by_interval = architecture("qwen3.6-27b")
+    assert (by_interval["full_attention_interval"], "layer_types" in by_interval) == (4, False)
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 16
+    by_list = {name: value for name, value in by_interval.items() if name != "full_attention_interval"}
+    hybrid = shape_facts({**by_list, "layer_types": kinds})
+    assert hybrid.cache == published("qwen3.6-27b").cache
+    full = shape_facts({**by_list, "layer_types": ["full_attention"] * 64})
+    assert (kv_bytes_per_token(hybrid), kv_bytes_per_token(full)) == (65_536, 262_144)
+    assert kv_bytes(full, 32_768) == 8 * 2**30
+
+
 def test_an_fp8_cache_halves_what_grows_and_leaves_constant_states_alone() -> None:
     hybrid = published("qwen3.6-27b")
     state = kv_bytes(hybrid, 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pipeline
 from pipeline.measure import (
     Ceilings,
     GenerationTrace,
@@ -76,6 +79,8 @@ def test_a_single_token_has_no_decode_rate() -> None:
 def test_prefill_counts_prompt_tokens_not_prompts() -> None:
     trace = timed(ScriptedSession(prefill_s=(0.5,)), new_tokens=2, batch_size=4, prompt_tokens=512)
     assert trace.prefill_tokens_per_s == 4096.0
+    found = row([trace], new_tokens=2)
+    assert found.prefill_tokens_per_s == 4096.0, "8 prompts a second are no rate of tokens"
 
 
 def test_a_batch_decodes_its_size_per_step_and_each_request_its_share() -> None:
@@ -142,8 +147,20 @@ def test_a_clock_that_was_set_back_never_gives_a_figure() -> None:
     assert row([trace], new_tokens=3).outcome == "void"
 
 
-def test_the_wall_clock_never_goes_back() -> None:
+def test_work_is_timed_by_a_clock_that_nobody_can_set_back() -> None:
+    """Every clock that the package hands to what times work, in its sources."""
+    handed = {
+        ast.unparse(keyword.value)
+        for path in Path(pipeline.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "clock"
+    }
+    passed_on = {"clock", "self._clock"}
+    assert handed - passed_on == {"time.perf_counter", "self.clock"}, "self.clock is the scripted one"
     assert time.get_clock_info("perf_counter").monotonic
+    assert not time.get_clock_info("perf_counter").adjustable
 
 
 # --- repeats ---------------------------------------------------------------------------------------------
@@ -155,6 +172,7 @@ def test_the_median_stands_though_the_first_run_took_seven_hundred_times_longer(
     found = row([timed(session, new_tokens=3) for _ in times], new_tokens=3, warmup_s=(80.0, 0.7))
     assert found.ttft_s is not None
     assert found.ttft_s.median == pytest.approx(0.115)
+    assert (found.ttft_s.lower_quartile, found.ttft_s.upper_quartile) == pytest.approx((0.106, 0.607))
     assert found.ttft_s.samples == pytest.approx(times)
     assert found.warmup_s == (80.0, 0.7)
     assert found.noisy

@@ -234,6 +234,31 @@ def test_an_unknown_cache_is_said_not_guessed(facts: ShapeFacts) -> None:
     assert "estimate unavailable" in plan_table(found)
 
 
+def test_a_cache_with_windows_says_what_is_taken_and_what_whole_contexts_would_need() -> None:
+    """18 of 36 layers look back at 128 tokens; a token takes 2,048 B a layer."""
+    config = {
+        **{"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300},
+        **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 36},
+        **{"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 128},
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    }
+    windowed = shape_facts(config)
+    loaded = load_recipe(BIG)
+
+    def notes_at(context_tokens: int) -> list[str]:
+        recipe = loaded.recipe.expand(device="cuda").model_copy(update={"traffic": None})
+        assert recipe.capacity is not None
+        capacity = recipe.capacity.model_copy(update={"context_tokens": context_tokens})
+        recipe = recipe.model_copy(update={"capacity": capacity})
+        found = make_plan(loaded, recipe=recipe, device=DATA_SHEET["h100-sxm"], facts=windowed)
+        return [note for note in found.notes if note.startswith("KV cache")]
+
+    (note,) = notes_at(4096)
+    assert "18 layers are taken to keep no more than their window (128 tokens): 155,713,536 B" in note
+    assert "reserves the whole context for them, too, needs 301,989,888 B" in note
+    assert notes_at(128) == []
+
+
 # --- advice and notes ------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from pipeline.speed_results import SpeedShape
 from pipeline.stages import RandomVariantRequest, RunnableCheckpoint, SpeedRequest
 from tests.small_disks import mounted_disk
 from tests.tiny_models import write_llama
+from tests.worker_processes import workers
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -82,12 +83,8 @@ def make(tmp_path: Path, *, log: Path | None = None) -> CheckpointManifest:
 def refused(tmp_path: Path) -> WorkerError:
     with pytest.raises(WorkerError) as refusal:
         make(tmp_path)
-    assert children() == []
+    assert workers() == []
     return refusal.value
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = 15.0) -> bool:
@@ -139,7 +136,7 @@ def test_memory_that_the_system_refuses_is_out_of_memory(tmp_path: Path) -> None
     write_random_variant({**CONFIG, "vocab_size": 2**31 - 1}, out=folder, seed=0, quantizer=fp16)
     with pytest.raises(WorkerError) as refusal:
         turn_of(folder, tmp_path)
-    assert children() == []
+    assert workers() == []
     assert refusal.value.reason == "out_of_memory"
     assert "DefaultCPUAllocator" in str(refusal.value)
 
@@ -186,7 +183,7 @@ def test_a_log_on_a_full_disk_costs_lines_and_not_the_work(tmp_path: Path, libra
         assert make(tmp_path, log=disk / "log").parameters > 0
         with pytest.raises(StageError, match=rf"disk is full: {disk / 'log'} .*; free space"):
             make(tmp_path, log=disk / "log")
-    assert children() == []
+    assert workers() == []
 
 
 def test_no_worker_and_no_temporary_folder_is_left(
@@ -204,7 +201,7 @@ def test_a_log_that_cannot_be_written_is_told_as_a_failed_stage(tmp_path: Path) 
     (tmp_path / "log").mkdir()
     with pytest.raises(StageError, match=rf"could not be started.*{tmp_path / 'log'}"):
         make(tmp_path)
-    assert children() == []
+    assert workers() == []
 
 
 # --- a variant that takes turns --------------------------------------------------------------------------
@@ -224,7 +221,7 @@ def turn_of(folder: Path, tmp_path: Path) -> WorkerTurn:
 
 def test_a_worker_ignores_ctrl_c_and_when_killed_loses_one_turn_and_is_loaded_anew(tmp_path: Path) -> None:
     with turn_of(write_llama(tmp_path / "tiny"), tmp_path) as turn:
-        (worker,) = children()
+        (worker,) = workers()
         assert turn.run(shape(1), seed=1).outcome == "measured"
         worker.send_signal(signal.SIGINT)
         assert turn.run(shape(2), seed=2).outcome == "measured"
@@ -233,14 +230,14 @@ def test_a_worker_ignores_ctrl_c_and_when_killed_loses_one_turn_and_is_loaded_an
         assert lost == TurnResult(outcome="out_of_memory", because=lost.because)
         assert "killed" in lost.because
         assert turn.run(shape(1), seed=4).outcome == "measured"
-        assert len(children()) == 1
-    assert children() == []
+        assert len(workers()) == 1
+    assert workers() == []
 
 
 def test_a_variant_that_cannot_be_loaded_leaves_no_worker(tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         turn_of(tmp_path, tmp_path)
-    assert children() == []
+    assert workers() == []
 
 
 def test_an_interruption_while_a_worker_works_ends_the_worker(tmp_path: Path, library: Library) -> None:
@@ -256,7 +253,7 @@ def test_an_interruption_while_a_worker_works_ends_the_worker(tmp_path: Path, li
             make(tmp_path)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert children() == []
+    assert workers() == []
 
 
 # --- a parent that is killed -----------------------------------------------------------------------------
@@ -304,6 +301,6 @@ def test_a_worker_uses_its_own_process_group(tmp_path: Path, library: Library) -
     """So that Ctrl-C on the terminal reaches the parent alone, which decides what it stops."""
     library("import time; time.sleep(60)")
     with Worker("random-weights", request_for(tmp_path), log=tmp_path / "log"):
-        (worker,) = children()
+        (worker,) = workers()
         assert os.getpgid(worker.pid) == worker.pid != os.getpgid(0)
-    assert children() == []
+    assert workers() == []

@@ -11,17 +11,11 @@ import yaml
 
 from pipeline.cli import main
 from pipeline.results import Report
-from tests.tiny_models import write_llama
+from tests.tiny_models import SHORT_SPEED, TWO_VARIANTS, write_llama
 
 MEMORY = {"kind": "max_memory", "fraction": 0.9}
 NO_REGRESSION = {"kind": "no_regression", "slower_percent": 95}
-RECIPE: dict[str, Any] = {
-    "model": "./llama",
-    "baseline": "fp16",
-    "variants": [{"name": "fp16"}, {"name": "int8", "quantizer": {"kind": "quanto", "weights": "int8"}}],
-    "workload": {"prompt_tokens": 8, "new_tokens": 4},
-    "speed": {"batch_sizes": [1], "warmup": 1, "repeats": 3, "min_seconds": 0, "max_cv_percent": 1000},
-}
+RECIPE: dict[str, Any] = {**TWO_VARIANTS, "speed": SHORT_SPEED}
 
 
 def write(folder: Path, *rules: dict[str, Any]) -> Path:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,37 @@ def test_a_generation_that_leaves_no_room_for_its_prompt_is_refused(
     assert not seen_lengths  # not even the first task was run
 
 
+def test_a_shorter_prompt_is_padded_on_its_left_and_gets_the_logits_it_gets_alone(
+    tmp_path: Path, checkpoint: Path, model: Any
+) -> None:
+    """Padding is the end-of-sequence token, after which a model would begin anew."""
+    import torch
+
+    short, long = ({"question": text, "answers": ["yes"], "right": 0} for text in ("one", "one two three"))
+    seen: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+
+    def look(_module: Any, _args: Any, given: Any, output: Any) -> None:
+        seen.append((given["input_ids"], given.get("attention_mask"), output.logits[:, -1]))
+
+    handle = model.register_forward_hook(look, with_kwargs=True)
+    for name, documents in (("short", [short]), ("long", [long]), ("both", [short, long])):
+        write_task(tmp_path, name, GENERATION, documents)
+    firsts = []
+    for name in ("short", "long", "both"):
+        seen.clear()
+        run(model, checkpoint, request_for(tmp_path, name, batch_size=2))
+        firsts.append(seen[0])
+    handle.remove()
+    (one, _, alone), (_, _, other), (ids, mask, together) = firsts
+    assert mask is not None
+    (padded,) = [row for row in range(2) if not mask[row].all()]
+    padding = ids.shape[1] - one.shape[1]
+    assert mask[padded].tolist() == [0] * padding + [1] * one.shape[1], "all of it on the left"
+    assert ids[padded].tolist() == [model.config.eos_token_id] * padding + one[0].tolist()
+    assert torch.allclose(together[padded], alone[0], atol=1e-5)
+    assert torch.allclose(together[1 - padded], other[0], atol=1e-5)
+
+
 def test_prompts_cut_for_generation_are_counted(tmp_path: Path, checkpoint: Path, model: Any) -> None:
     long = {"question": "x" * 100, "answers": ["yes"], "right": 0}
     write_task(tmp_path, "say", GENERATION, [*questions(2), long])
@@ -97,6 +131,42 @@ def test_few_shot_examples_follow_the_recipes_seed_alone(
     random.seed(99)
     assert prompts(1) == first
     assert prompts(2) != first
+
+
+IN_A_NEW_PROCESS = """
+import sys
+from pathlib import Path
+from tests.quality_tasks import load, request_for, run
+folder, checkpoint = map(Path, sys.argv[1:])
+found = run(load(checkpoint), checkpoint, request_for(folder, "quiz", num_fewshot=3)).tasks["quiz"]
+print(found.prompts_hash, found.data_hash)
+"""
+
+
+def test_prompts_and_data_are_the_same_in_another_process(
+    tmp_path: Path, checkpoint: Path, model: Any
+) -> None:
+    write_task(tmp_path, "quiz", CHOICES, questions(5), training=questions(60)[30:])
+    here = run(model, checkpoint, request_for(tmp_path, "quiz", num_fewshot=3)).tasks["quiz"]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path), str(checkpoint)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [here.prompts_hash, here.data_hash], done.stderr
+
+
+def test_one_other_document_is_other_data(tmp_path: Path, checkpoint: Path, model: Any) -> None:
+    documents = questions(4)
+    changed = [*documents[:3], {**documents[3], "right": (documents[3]["right"] + 1) % 3}]
+    hashes = []
+    for name, some in (("a", documents), ("b", documents), ("c", changed)):
+        write_task(tmp_path / name, "quiz", CHOICES, some)
+        hashes.append(run(model, checkpoint, request_for(tmp_path / name, "quiz")).tasks["quiz"].data_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_each_model_answers_for_itself(tmp_path: Path, checkpoint: Path, model: Any) -> None:

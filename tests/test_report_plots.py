@@ -14,7 +14,7 @@ from pipeline.measured_memory_plot import memory_bars
 from pipeline.plot_marks import both_ends
 from pipeline.report_blocks import blocks
 from pipeline.report_findings import concern, figure_text, limit_text
-from pipeline.results import Finding
+from pipeline.results import Finding, Reconciliation
 from pipeline.sweep_plot import SweepCurve, sweep_curves, sweep_plot
 from pipeline.text_table import markdown_table
 from pipeline.trade_plot import trade_points, trade_svg
@@ -57,6 +57,22 @@ def test_a_roof_of_one_batch_is_known_at_that_batch_only() -> None:
 def test_the_peak_is_the_rate_at_the_planned_break_even_batch() -> None:
     """40 sequences a step of 1e9 bytes at 3e10 bytes a second."""
     assert sweep_curves(full_report())[0].peak_tokens_per_s == pytest.approx(1200.0)
+
+
+@pytest.mark.parametrize(("roof", "peak"), [(60.0, 60.0), (90.9, None)])
+def test_a_planned_roof_under_the_memory_s_is_the_arithmetic_s(roof: float, peak: float | None) -> None:
+    """Four sequences a step of 1.32e9 bytes at 3e10 bytes a second: memory allows 90.9."""
+    rows = [build.speed_row(1, 20.0), build.speed_row(4, 50.0, bytes_read_per_step=1_320_000_000)]
+    row = Reconciliation(
+        figure="decode at batch 4, at most",
+        unit="tok/s",
+        batch_size=4,
+        predicted=roof,
+        measured=50.0,
+        because="",
+    )
+    variant = build.variant("fp16", speed=build.speed("fp16", rows=rows), planned=(row,))
+    assert sweep_curves(build.report(build.variant_report(variant)))[0].peak_tokens_per_s == peak
 
 
 def test_void_rows_are_in_no_plot() -> None:

@@ -21,7 +21,7 @@ import yaml
 from pipeline.cli import main
 from pipeline.results import Report
 from tests.quality_tasks import CHOICES, ROLLING, questions, write_task
-from tests.tiny_models import write_gpt2, write_llama
+from tests.tiny_models import TWO_VARIANTS, write_gpt2, write_llama
 from tests.tracking_support import client
 
 ROOT = Path(__file__).parent.parent
@@ -41,10 +41,7 @@ ALL_STAGES = [
 ]
 
 RECIPE: dict[str, Any] = {
-    "model": "./llama",
-    "baseline": "fp16",
-    "variants": [{"name": "fp16"}, {"name": "int8", "quantizer": {"kind": "quanto", "weights": "int8"}}],
-    "workload": {"prompt_tokens": 8, "new_tokens": 4},
+    **TWO_VARIANTS,
     "speed": SPEED,
     "capacity": {"context_tokens": 16, "memory_budget_bytes": 50_000_000, "max_sequences": 2},
     "quality": {

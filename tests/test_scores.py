@@ -12,6 +12,7 @@ from pipeline.model_card import model_card
 from pipeline.report_answers import answers
 from pipeline.report_cards import variant_cards
 from pipeline.results import Finding, MetricScore, TaskResult, VariantReport
+from pipeline.rules.max_quality_drop import MaxQualityDrop
 from pipeline.scores import group_scores, paired_group, paired_scores, score_interval
 from pipeline.tracked_labels import variant_params, variant_tags
 from pipeline.tracked_values import variant_metrics
@@ -105,6 +106,26 @@ def test_a_group_compares_on_the_documents_that_both_answered() -> None:
 def test_what_does_not_compare_has_no_change() -> None:
     before, after = arm("fp16", build.task()), arm("int8", build.task(task_hash="another"))
     assert row(card(before, after), "piqa").endswith("| 0.5 | – |")
+
+
+def test_perplexities_of_different_units_are_never_set_side_by_side() -> None:
+    """8.79 a word beside 5.5 a token is no improvement."""
+
+    def text(metric: str, value: float) -> TaskResult:
+        score = MetricScore(score=value, stderr=None, higher_is_better=False)
+        return build.rolling_task(primary_metric=metric, metrics={metric: score})
+
+    before = arm("fp16", text("word_perplexity", 8.79))
+    after = arm("int8", text("token_perplexity", 5.5))
+    assert paired_scores(after, baseline=before) == {}
+    same = arm("int8", text("word_perplexity", 5.5))
+    assert paired_scores(same, baseline=before)["passages", "word_perplexity"].change == pytest.approx(-3.29)
+    rule = MaxQualityDrop(points=2.0, tasks=("passages",), metric="word_perplexity")
+    (finding,) = rule.judge(baseline=before, candidate=after)
+    assert (finding.outcome, "no metric word_perplexity; it has token_perplexity" in finding.because) == (
+        "missing",
+        True,
+    )
 
 
 # --- void ------------------------------------------------------------------------------------------------

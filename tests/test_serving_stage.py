@@ -26,6 +26,7 @@ from pipeline.stages import RunnableCheckpoint
 from pipeline.traffic import Request
 from tests import result_builders as build
 from tests.tiny_models import write_llama
+from tests.worker_processes import workers
 
 REQUESTS = (Request(0.0, 2, 3), Request(0.5, 2, 1), Request(4.0, 2, 2))
 OPENED = ServingOpened(compute_dtype="float32", execution="scripted, static cache")
@@ -417,11 +418,6 @@ def test_a_tiny_model_is_served_through_workers_of_its_own(tmp_path: Path) -> No
 
 
 def test_a_worker_that_dies_is_loaded_anew_for_the_next_turn(tmp_path: Path) -> None:
-    import os
-    import signal
-
-    import psutil
-
     from pipeline.serving_stage import ServingProcess
     from pipeline.serving_turns import ServingRequest
 
@@ -431,8 +427,8 @@ def test_a_worker_that_dies_is_loaded_anew_for_the_next_turn(tmp_path: Path) -> 
     question = ServingQuestion(cell=served.cells[1], seed=1)
     with ServingProcess(request, log=tmp_path / "log", progress=lambda _: None) as process:
         assert process.run(question).outcome == "measured"
-        (child,) = psutil.Process().children()
-        os.kill(child.pid, signal.SIGKILL)
+        (worker,) = workers()
+        worker.kill()
         lost = process.run(question)
         assert (lost.outcome, lost.trace) == ("out_of_memory", None)
         assert process.run(question).outcome == "measured"

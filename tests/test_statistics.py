@@ -13,6 +13,7 @@ from pipeline.statistics import (
     holm,
     mcnemar_exact_p,
     non_inferiority,
+    normal_interval,
     paired_bootstrap,
     paired_flips,
     ratio_standard_error,
@@ -43,6 +44,14 @@ def test_mcnemar_agrees_with_the_binomial_test_for_thousands_of_flips() -> None:
     from scipy.stats import binomtest
 
     assert mcnemar_exact_p(lost=5100, gained=4900) == pytest.approx(binomtest(4900, 10000).pvalue, rel=1e-9)
+
+
+def test_pairing_finds_what_two_separate_samples_would_not() -> None:
+    """80 and 72 of 100 right, 10 lost and 2 gained; z of the difference from the arms' own standard errors."""
+    errors = [ratio_standard_error([1.0] * n + [0.0] * (100 - n), [1.0] * 100) for n in (80, 72)]
+    z = 0.08 / math.hypot(*errors)
+    assert math.erfc(z / math.sqrt(2)) == pytest.approx(0.1856, abs=5e-5)
+    assert mcnemar_exact_p(lost=10, gained=2) == pytest.approx(0.038574, abs=5e-7)
 
 
 def test_flips_both_ways_are_counted_even_when_they_cancel() -> None:
@@ -189,6 +198,18 @@ def test_units_of_one_ratio_have_no_standard_error_made_of_rounding() -> None:
     assert found.standard_error == 0.0
     # By hand: r = 2, residuals −1 and 1 with weights 1 and 1, so √(2 ÷ 1 × 2) ÷ 2.
     assert ratio_standard_error([1.0, 3.0], [1.0, 1.0]) == pytest.approx(1.0)
+
+
+def test_a_share_of_right_answers_is_as_sure_as_its_documents_are_many() -> None:
+    """√(p (1 − p) ÷ n), of 1,172 in 1,318 and of 70 in 100; the latter's 95 % interval reaches 9 points either way."""
+
+    def stderr(right: int, documents: int) -> float:
+        return ratio_standard_error([1.0] * right + [0.0] * (documents - right), [1.0] * documents)
+
+    assert stderr(1172, 1318) == pytest.approx(math.sqrt(0.8893 * 0.1107 / 1318), rel=1e-3)
+    assert stderr(1172, 1318) == pytest.approx(0.00864, abs=1e-5)
+    low, high = normal_interval(0.7, stderr(70, 100)) or (0.0, 0.0)
+    assert ((high - low) / 2, (high + low) / 2) == pytest.approx((0.0903, 0.7), abs=5e-5)
 
 
 def test_bootstrap_refuses_too_few_resamples_and_uneven_arms() -> None:

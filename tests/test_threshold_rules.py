@@ -163,6 +163,32 @@ def test_a_reading_that_is_not_there_or_cannot_be_true_is_missing(
 
 
 @pytest.mark.parametrize(
+    ("in_turn", "drift_percent", "outcome"),
+    [
+        (True, 30.0, "pass"),
+        (None, 30.0, "pass"),
+        (False, 1.0, "pass"),
+        (False, 30.0, "inconclusive"),
+        (False, -30.0, "inconclusive"),
+        (False, None, "missing"),
+    ],
+)
+def test_a_speed_up_of_variants_timed_one_after_the_other_is_as_sure_as_the_machine_was_steady(
+    in_turn: bool | None, drift_percent: float | None, outcome: str
+) -> None:
+    timed: dict[str, Any] = {"timed_in_turn": in_turn}
+    before = build.variant("fp16", speed=build.speed("fp16", drift_percent=drift_percent, **timed))
+    after = build.variant("int8", speed=build.speed("int8", drift_percent=None, **timed))
+    finding = one(MinSpeedup(factor=1.9), after, before)
+    assert finding.outcome == outcome
+    if outcome == "inconclusive":
+        assert finding.interval == pytest.approx((2 * 0.99 / 1.01 / 1.3, 2 * 1.01 / 0.99 * 1.3))
+        assert "give or take 30.0 % by which the machine drifted" in finding.because
+    if outcome == "missing":
+        assert "the baseline couldn't be timed again at the end" in finding.because
+
+
+@pytest.mark.parametrize(
     "rule", [MinSpeedup(factor=1.5), MinThroughput(tokens_per_s=1.0), MaxTpot(seconds=9.0)]
 )
 def test_a_row_ten_times_over_the_roof_shows_by_the_baseline_s_even_with_its_share_left_alone(

@@ -21,6 +21,21 @@ _MERGES = (
     *("he", "in", "re", "on", "er", "at", "en", "nd", "st", "or", "es", "an", "ti", "te", "is"),
     *("it", "ar", "al", "ou", "ng", "ed", "le", "ve", "as", "ro", "ic", "me"),
 )
+TWO_VARIANTS: dict[str, Any] = {
+    "model": "./llama",
+    "baseline": "fp16",
+    "variants": [{"name": "fp16"}, {"name": "int8", "quantizer": {"kind": "quanto", "weights": "int8"}}],
+    "workload": {"prompt_tokens": 8, "new_tokens": 4},
+}
+"""The beginning of a recipe on a model of `write_llama` in the folder `llama` beside it."""
+SHORT_SPEED: dict[str, Any] = {
+    "batch_sizes": [1],
+    "warmup": 1,
+    "repeats": 3,
+    "min_seconds": 0,
+    "max_cv_percent": 1000,
+}
+"""The shortest block `speed` that gives quartiles."""
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
 

@@ -97,8 +97,7 @@ class LlamaCpp(Engine):
                 _planned_bytes(model, count, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
                 for count in (sequences, sequences + 1)
             )
-            each = more - few
-            return PeakPrediction(fixed_bytes=max(0, few - sequences * each), bytes_per_sequence=each)
+            return PeakPrediction.through(sequences, few, more)
 
         full = -(-UBATCH_TOKENS // prompt_tokens)
         if full <= 2:

@@ -57,7 +57,7 @@ class MinCapacity(ThresholdRule):
     def _engines(self, baseline: VariantResults, candidate: VariantResults) -> str:
         """Both engines where they differ, for the sentence; UnmeasuredError where that isn't allowed."""
         before, after = _engine(baseline), _engine(candidate)
-        if before == after is not None:
+        if before is not None and before == after:
             return ""
         if not self.across_engines:
             raise UnmeasuredError(

@@ -11,7 +11,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from pipeline.comparison import UnmeasuredError, speed_of, usable_row
-from pipeline.readings import RateMetric, Reading, rate, refuse_other_bandwidth, refuse_other_conditions
+from pipeline.readings import (
+    RateMetric,
+    Reading,
+    drift_share,
+    rate,
+    refuse_other_bandwidth,
+    refuse_other_conditions,
+)
 from pipeline.results import Finding, VariantResults
 from pipeline.rules.base import ThresholdRule
 
@@ -31,7 +38,10 @@ class MinSpeedup(ThresholdRule):
     bound = "at least"
 
     def compare(self, *, baseline: VariantResults, candidate: VariantResults) -> Finding:
-        """Noisy when either row is; the interval is the ratio of the quartiles of the times behind the rates."""
+        """Noisy when either row is; the interval is the ratio of the quartiles of the times behind the rates.
+
+        It's wider by the machine's drift, and noisy, where the two were timed one after the other.
+        """
         refuse_other_conditions(baseline, candidate, across_engines=self.across_engines)
         before, after = (usable_row(variant, self.batch_size) for variant in (baseline, candidate))
         if (before.prompt_tokens, before.new_tokens) != (after.prompt_tokens, after.new_tokens):
@@ -46,15 +56,23 @@ class MinSpeedup(ThresholdRule):
         assert slow.interval is not None, "rates have quartiles"
         assert fast.interval is not None, "rates have quartiles"
         observed = fast.value / slow.value
+        drift = drift_share(baseline, candidate)
         reading = Reading(
             value=observed,
-            what=f"{fast.what}, {observed:.3g} × the baseline's {slow.value:.4g}",
-            interval=(fast.interval[0] / slow.interval[1], fast.interval[1] / slow.interval[0]),
-            noisy=slow.noisy or fast.noisy,
+            what=f"{fast.what}, {observed:.3g} × the baseline's {slow.value:.4g}{_drifted(drift)}",
+            interval=(
+                fast.interval[0] / slow.interval[1] / (1 + drift),
+                fast.interval[1] / slow.interval[0] * (1 + drift),
+            ),
+            noisy=slow.noisy or fast.noisy or drift > 0,
         )
         return self.held_against(
             reading, self.factor, limit_text=f"{self.factor:g} ×", note=_engines(baseline, candidate)
         )
+
+
+def _drifted(share: float) -> str:
+    return f", give or take {100 * share:.1f} % by which the machine drifted between the two" if share else ""
 
 
 def _engines(baseline: VariantResults, candidate: VariantResults) -> str:
