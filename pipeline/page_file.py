@@ -24,14 +24,14 @@ def page_file(page: Path, *, option: str = "--html") -> Path:
         nowhere = not parent.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"{option} {page}: is no usable path ({error}); name a file such as plan.html"
+            f"{option} {page}: is no usable path ({error}); name a file such as page.html"
         ) from None
     if taken or nowhere or not page.name:
         what = f"{parent} is no folder" if nowhere else "is no regular file"
-        raise UsageError(f"{option} {page}: {what}; name a file such as plan.html")
+        raise UsageError(f"{option} {page}: {what}; name a file such as page.html")
     if kept:
         raise UsageError(
-            f"{option} {page}: is a file and no page, and would be lost; name one such as plan.html"
+            f"{option} {page}: is a file and no page, and would be lost; name one such as page.html"
         )
     return file
 

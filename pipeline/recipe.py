@@ -233,6 +233,10 @@ def json_schema() -> dict[str, Any]:
 def load_recipe(path: Path) -> LoadedRecipe:
     """Read and check a recipe. Raises RecipeError that lists every problem found in the file."""
     text = read_text(path)
+    if path.name == "report.json":
+        raise RecipeError(
+            f"{path}: is the report of a run and no recipe; judge it again with `gate {path.parent}`"
+        )
     try:
         document = parse(text)
     except RecipeError as error:

@@ -48,6 +48,14 @@ def load_report(path: Path) -> Report:
     One whose seal doesn't fit was changed by hand; reports without a seal are taken as they are.
     """
     file = path
+    if inside := _runs_in(path):
+        newest = inside[-1]
+        raise UsageError(f"{path}: holds {len(inside)} runs; name one of them, for example {newest}")
+    if path.suffix in (".yaml", ".yml"):
+        raise UsageError(
+            f"{path}: is a recipe and no report; name a report.json or a run's folder (limits of another recipe: "
+            "`gate RUN --rules RECIPE`)"
+        )
     try:
         file = path / "report.json" if path.is_dir() else path
         content = file.read_bytes()

@@ -239,7 +239,10 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file{_near_file(path)}") from None
     except IsADirectoryError:
-        raise RecipeError(f"{path}: is a folder; name a recipe file, for example recipes/demo.yaml") from None
+        fix = "a recipe file, for example recipes/demo.yaml"
+        if (path / "report.json").is_file():
+            fix = f"the recipe that it was made with, {path / 'recipe.yaml'}, or judge the run again with `gate`"
+        raise RecipeError(f"{path}: is a folder; name {fix}") from None
     except OSError as error:
         raise RecipeError(f"{path}: can't be read: {error.strerror}") from None
     try:

@@ -250,3 +250,26 @@ def test_times_of_zero_and_less_are_compared_without_a_ratio_and_never_end_a_com
     assert outcome in ("noise unknown", "within noise")
     assert outcome == "within noise" or "has no ratio" in because
     assert main(["compare", str(before), str(after)]) == 0
+
+
+def test_a_store_a_recipe_and_a_report_in_each_other_s_place_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, recipe = tmp_path / "store", tmp_path / "r.yaml"
+    for name in ("20260101-000000-a", "20260102-000000-b"):
+        folder = store / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text(sealed(build.report()).to_json(), "utf-8")
+    recipe.write_text("model: m\n", "utf-8")
+    run = store / "runs" / "20260102-000000-b"
+    for command, said in (
+        (["gate", str(store)], f"{store}: holds 2 runs; name one of them, for example {run}"),
+        (["gate", str(recipe)], f"{recipe}: is a recipe and no report; name a report.json or a run's folder"),
+        (
+            ["check", str(run / "report.json")],
+            f"is the report of a run and no recipe; judge it again with `gate {run}`",
+        ),
+        (["plan", str(run)], f"name the recipe that it was made with, {run / 'recipe.yaml'}"),
+    ):
+        assert main(command) == 2
+        assert said in capsys.readouterr().err
