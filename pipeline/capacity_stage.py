@@ -224,14 +224,14 @@ class _Prober:
         """What the death of a worker says of its batch: killed or refused memory, it was too large.
 
         Native code that isn't given its memory may also crash with a signal. That is taken for the same where a
-        smaller batch ran; on the first one it is a bug.
+        smaller batch ran; on the first one it is a bug. One that was told to end says nothing of its batch.
         """
         smaller_ran = any(
             probe.outcome == "measured" and probe.sequences < sequences for probe in self.probes
         )
         if error.reason == "out_of_memory":
             return CapacityProbe(sequences=sequences, outcome="out_of_memory", because=str(error))
-        if error.by_signal and smaller_ran:
+        if error.crashed and smaller_ran:
             because = f"{error}; smaller batches ran, so this is taken for memory that ran out"
             return CapacityProbe(sequences=sequences, outcome="out_of_memory", because=because)
         return CapacityProbe(sequences=sequences, outcome="failed", because=str(error))

@@ -30,7 +30,7 @@ KNOWN_VERSION = "2026.10.11549"
 """Of the wheel; the structs below are those of its llama.cpp (0.6.0-dev)."""
 PROJECT_PAGE = "https://github.com/xorbitsai/xllamacpp"
 FIX_VERSION = f"pip install {PACKAGE}=={KNOWN_VERSION}"
-FIX_EXTRA = "pip install 'pipeline[llama-cpp]'"
+FIX_EXTRA = "pip install -c constraints.txt -e '.[llama-cpp]'"
 
 LOAD_WITHOUT_MMAP = 0
 """`LLAMA_LOAD_MODE_NONE`: tensors are read into memory of the process."""

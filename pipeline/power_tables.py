@@ -64,6 +64,9 @@ def power_markdown(report: Report) -> str:
     ]
     if not rows:
         return ""
-    text = "At the flip rates of this run, with 80 % power when nothing is lost in truth."
+    text = (
+        "At the flip rates of this run (half a flip and one document more than were seen: none seen isn't none), with "
+        "80 % power when nothing is lost in truth."
+    )
     table = markdown_table(_POWER, rows, text_columns=("task", "enough"))
     return f"### What the documents can decide\n\n{text}\n\n{table}"

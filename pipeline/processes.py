@@ -29,14 +29,16 @@ from pipeline.values import AnyValue, Value
 _Reason = Literal["failed", "out_of_memory"]
 _BAD_ALLOC = b"std::bad_alloc"
 """What C++ says on standard error before it aborts because an allocation was refused."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+"""What code does to its own process. Any other signal but SIGKILL is somebody's wish that it end."""
 
 
 class WorkerError(StageError):
-    """A worker gave no result; `reason` says whether memory ran out, `by_signal` whether a signal ended it."""
+    """A worker gave no result; `reason` says whether memory ran out, `crashed` whether its own code ended it."""
 
-    def __init__(self, message: str, *, reason: _Reason, by_signal: bool = False) -> None:
+    def __init__(self, message: str, *, reason: _Reason, crashed: bool = False) -> None:
         super().__init__(message)
-        self.reason, self.by_signal = reason, by_signal
+        self.reason, self.crashed = reason, crashed
 
 
 class Worker:
@@ -132,13 +134,16 @@ class Worker:
             return WorkerError(failure["message"], reason=failure["reason"])
         if status == -signal.SIGKILL:
             message = "the process was killed (signal 9): most likely the system ran out of memory"
-            return WorkerError(message, reason="out_of_memory", by_signal=True)
+            return WorkerError(message, reason="out_of_memory")
         if status == -signal.SIGABRT and _BAD_ALLOC in self._last_words():
             message = "the process was refused memory and gave up (std::bad_alloc)"
-            return WorkerError(message, reason="out_of_memory", by_signal=True)
-        what = f"by signal {-status}" if status < 0 else f"with status {status}"
-        message = f"the process ended {what}; see {self._log}"
-        return WorkerError(message, reason="failed", by_signal=status < 0)
+            return WorkerError(message, reason="out_of_memory", crashed=True)
+        crashed = -status in _CRASHES
+        if status < 0 and not crashed:
+            message = f"the process was told to end from outside (signal {-status}); see {self._log}"
+            return WorkerError(message, reason="failed")
+        what = f"by signal {-status}" if crashed else f"with status {status}"
+        return WorkerError(f"the process ended {what}; see {self._log}", reason="failed", crashed=crashed)
 
     def _last_words(self) -> bytes:
         """The end of what it wrote into the log."""

@@ -146,9 +146,10 @@ class Store:
 
         One with a journal is kept for the run that goes on with it, for a week.
         """
-        for partial in (self.root / "results").glob("*/.partial-*"):
-            with contextlib.suppress(OSError):
-                partial.unlink()
+        for files in ("results/*/.partial-*", "runs/*/.partial-*"):
+            for partial in self.root.glob(files):
+                with contextlib.suppress(OSError):
+                    partial.unlink()
         for partial in (self.root / "checkpoints").glob(".partial-*"):
             with contextlib.suppress(OSError):
                 if time.time() - (partial / JOURNAL_NAME).stat().st_mtime < _UNFINISHED_KEPT_S:

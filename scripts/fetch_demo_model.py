@@ -94,7 +94,7 @@ def _require(*packages: str) -> None:
     if missing:
         raise PrerequisiteError(
             f"reading the GGUF file needs {' and '.join(missing)}, not installed here; "
-            'install with: python -m pip install "pipeline[demo]" (or -e ".[demo]" in a checkout)'
+            'install with: python -m pip install -c constraints.txt -e ".[demo]"'
         )
 
 

@@ -118,8 +118,16 @@ def test_a_worker_that_leaves_without_a_word_has_failed_with_its_status(
 def test_a_worker_that_crashes_has_failed_with_its_signal(tmp_path: Path, library: Library) -> None:
     library("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     error = refused(tmp_path)
-    assert error.reason == "failed"
+    assert (error.reason, error.crashed) == ("failed", True)
     assert "by signal 11" in str(error)
+
+
+def test_a_worker_that_was_told_to_end_has_not_crashed(tmp_path: Path, library: Library) -> None:
+    """Whoever sent the signal, it says nothing of the memory that the worker would have needed."""
+    library("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    error = refused(tmp_path)
+    assert (error.reason, error.crashed) == ("failed", False)
+    assert "told to end from outside (signal 15)" in str(error)
 
 
 def test_a_worker_that_ends_well_without_a_result_has_failed(tmp_path: Path, library: Library) -> None:

@@ -332,6 +332,15 @@ def test_half_made_checkpoints_of_any_killed_run_are_removed_by_the_next_one(sto
         assert list((store.root / "checkpoints").iterdir()) == [finished]
 
 
+def test_half_written_reports_of_a_killed_run_are_removed_by_the_next_one(store: Store) -> None:
+    run = store.root / "runs" / "20261130-000000-demo"
+    run.mkdir(parents=True)
+    (run / ".partial-report.json-1-ab").write_text("{", encoding="utf-8")
+    (run / "stages.log").write_text("=== quality\n", encoding="utf-8")
+    with store.lock():
+        assert [file.name for file in run.iterdir()] == ["stages.log"]
+
+
 def test_an_error_inside_lets_go_of_the_lock(store: Store) -> None:
     with pytest.raises(KeyError), store.lock():
         raise KeyError
