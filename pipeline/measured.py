@@ -13,6 +13,8 @@ from typing import Literal
 from pipeline.values import Value
 
 Outcome = Literal["measured", "out_of_memory", "void", "failed"]
+Bound = Literal["memory", "compute"]
+"""What sets a roof."""
 
 
 class Distribution(Value):

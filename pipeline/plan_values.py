@@ -15,8 +15,8 @@ from pydantic import Field
 
 from pipeline.fleet import FleetSize, Targets
 from pipeline.footprint import WeightParts
+from pipeline.measured import Bound
 from pipeline.results import Power, Reconciliation
-from pipeline.roof import Bound
 from pipeline.scheduler import Serving
 from pipeline.values import Value
 

@@ -29,7 +29,7 @@ from pipeline.tracking_store import (
     OpenStore,
     expected_errors,
     open_store,
-    told,
+    store_error,
     tracking_store,
 )
 
@@ -49,7 +49,7 @@ def ask_registry(*, recipe: str, model: str | None, tracking_uri: str | None = N
         with open_store(place) as registry:
             return _versions(registry, registered_name(recipe=recipe, model=model))
     except expected_errors() as error:
-        return PromotedBefore(not_asked=f"the registry couldn't be asked; {told(error, place)}")
+        return PromotedBefore(not_asked=f"the registry couldn't be asked; {store_error(error, place)}")
 
 
 def _versions(registry: OpenStore, name: str) -> PromotedBefore:

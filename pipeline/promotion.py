@@ -50,7 +50,7 @@ from pipeline.tracking_store import (
     expected_errors,
     file_lock,
     open_store,
-    told,
+    store_error,
     tracking_store,
 )
 from pipeline.values import Value
@@ -136,7 +136,7 @@ def promote(
             # Under the same lock: of two promotions at once the last one holds the alias in both places.
             record = _keep(store, _record(report, variant, done))
     except expected_errors() as error:
-        raise StageError(f"nothing was promoted; {told(error, place)}; promote again later") from None
+        raise StageError(f"nothing was promoted; {store_error(error, place)}; promote again later") from None
     return done.model_copy(update={"card": str(card), "record": str(record)})
 
 

@@ -119,7 +119,7 @@ def decode_rate(variant: VariantResults | None, batch_size: int | None) -> float
     return row.decode_tokens_per_s if row is not None and row.outcome == "measured" else None
 
 
-def is_noisy(variant: VariantResults | None, batch_size: int | None) -> bool:
+def row_is_noisy(variant: VariantResults | None, batch_size: int | None) -> bool:
     """Whether that rate's times spread more than the recipe allows."""
     row = variant.speed.row(batch_size) if variant and variant.speed and batch_size is not None else None
     return row is not None and row.outcome == "measured" and row.noisy
@@ -225,17 +225,20 @@ def bandwidths(variant: VariantResults) -> list[float]:
 def drift_share(baseline: VariantResults, candidate: VariantResults) -> float:
     """By how much the machine's own change may have made a ratio of two speeds, as a share; 0 where they took turns.
 
-    Of variants timed one after the other the baseline is timed again at the end; without that UnmeasuredError.
+    In a set timed one after the other every variant may be off by what the baseline had drifted in the end, up or down:
+    UnmeasuredError where it couldn't be timed again. Two variants of one run share a drift, those of two runs have two.
     """
-    before, after = speed_of(baseline), speed_of(candidate)
-    if before.timed_in_turn is not False and after.timed_in_turn is not False:
-        return 0.0
-    if before.drift_percent is None:
+    alone = [one for one in map(speed_of, (baseline, candidate)) if one.timed_in_turn is False]
+    drifts = {one.drift_percent for one in alone}
+    if None in drifts:
         raise UnmeasuredError(
             "timed one after the other, and the baseline couldn't be timed again at the end: a speed-up can't be told "
-            "from a machine that changed"
+            "from a machine that changed; run the recipe again"
         )
-    return abs(before.drift_percent) / 100
+    times = [1 + drift / 100 for drift in drifts if drift is not None]
+    if any(time <= 0 for time in times):
+        raise UnmeasuredError("a baseline whose tokens took no time when it was timed again is none")
+    return math.prod(max(time, 1 / time) for time in times) - 1
 
 
 def refuse_other_conditions(

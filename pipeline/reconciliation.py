@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pipeline.capacity_results import CapacityResult
+from pipeline.measured import Bound
 from pipeline.plan_values import LengthPlan, VariantPlan
 from pipeline.results import Reconciliation, VariantResults
-from pipeline.roof import Bound
 from pipeline.speed_results import SpeedResult, SpeedRow
 
 HEADER = ("variant", "figure", "planned", "measured", "unit", "ratio", "because")
@@ -193,7 +193,7 @@ def _speed(plan: VariantPlan, row: SpeedRow) -> Iterator[Reconciliation]:
             row.decode_tokens_per_s,
             reason=_share_reason(share, bound=planned.bound, plan=plan),
         )
-        yield rate.model_copy(update={"batch_size": row.batch_size})
+        yield rate.model_copy(update={"batch_size": row.batch_size, "bound": planned.bound})
     if row.batch_size == 1 and plan.ttft_floor_s and plan.prefill_bound and row.ttft_s:
         share = plan.ttft_floor_s / row.ttft_s.median
         yield _compared(

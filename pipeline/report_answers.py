@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.pick_tables import pick_text
-from pipeline.readings import decode_rate, engines_apart, is_noisy, smallest_batch
+from pipeline.readings import decode_rate, engines_apart, row_is_noisy, smallest_batch
 from pipeline.recipe_sections import SpeedSpec
 from pipeline.report_findings import (
     candidates,
@@ -78,7 +78,7 @@ def _gains(report: Report, variant: VariantReport) -> str:
     rates = [decode_rate(one, size) for one in (variant, baseline)]
     if rates[0] and rates[1]:
         engines = engines_apart(baseline, variant)
-        noisy = ["noisy"] if any(is_noisy(one, size) for one in (variant, baseline)) else []
+        noisy = ["noisy"] if any(row_is_noisy(one, size) for one in (variant, baseline)) else []
         asides = [*([f"{engines}: the engines differ"] if engines else []), *noisy]
         beside = f" ({'; '.join(asides)})" if asides else ""
         parts.append(f"decodes {rates[0] / rates[1]:.2f} × as fast at batch {size}{beside}")
@@ -175,10 +175,10 @@ def _closest(variant: VariantReport) -> Iterator[str]:
     span = ""
     if one.interval is not None:
         low, high = (figure_text(end, one.unit) for end in one.interval)
-        span = f", between {low} and {high} by its own spread"
+        span = f", interval {low} to {high}"
     yield (
-        f"{variant.name}: nearest to its limit is {figure_name(one)} {figure_text(one.observed, one.unit)} "
-        f"({limit_text(one)}){span}."
+        f"{variant.name}: the limit that decides most is that on {figure_name(one)}, "
+        f"{figure_text(one.observed, one.unit)} ({limit_text(one)}){span}."
     )
 
 
@@ -206,7 +206,7 @@ def _drift(report: Report) -> Iterator[str]:
         drift = variant.speed.drift_percent if variant.speed else None
         if drift is not None and abs(drift) > allowed:
             told = (
-                "a speed beside the baseline's is from turns taken while it changed, an absolute one is not so sure"
+                "the variants took turns, so their ratios hold, and absolute speeds may be off by as much"
                 if variant.speed and variant.speed.timed_in_turn
                 else "differences of speed of that size tell little"
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.quality_tables import documents_cell
-from pipeline.readings import decode_rate, engines_apart, is_noisy
+from pipeline.readings import decode_rate, engines_apart, row_is_noisy
 from pipeline.report_findings import (
     CONCERNS,
     MARKS,
@@ -179,7 +179,7 @@ def _speed_lines(variant: VariantReport, baseline: VariantReport | None) -> Iter
     for size in sizes:
         rates = [decode_rate(one, size) for one in (variant, baseline)]
         line = _line(f"decode, batch {size}{engines}", rates[0], rates[1], ",.1f", "tok/s")
-        noisy = ["~" if is_noisy(one, size) else "" for one in (variant, baseline)]
+        noisy = ["~" if row_is_noisy(one, size) else "" for one in (variant, baseline)]
         yield replace(line, value=line.value + noisy[0], baseline=line.baseline + noisy[1])
     for size in sizes[:1]:
         value, before = (_ttft_ms(one, size) for one in (variant, baseline))

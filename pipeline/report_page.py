@@ -8,6 +8,7 @@ The file fetches nothing and runs nothing. A plot that can't be drawn leaves its
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -255,7 +256,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     git = report.provenance.get("git")
     yield "model", report.model_id or "unknown"
     yield "recipe", report.recipe
-    yield "to repeat", f"python -m pipeline run {report.recipe}"
+    yield "to repeat", f"python -m pipeline run {shlex.quote(report.recipe)}"
     yield "recipe digest", report.recipe_digest[:16]
     yield "started", report.started_at.replace("T", " ").replace("+00:00", " UTC")
     yield "took", f"{report.seconds:,.0f} s"

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 
 from pipeline.capacity_results import CapacityResult
 from pipeline.distribution_results import DistributionResult
-from pipeline.measured import Distribution, StageFailure
+from pipeline.measured import Bound, Distribution, StageFailure
 from pipeline.pick_results import Pick
 from pipeline.serving_results import ServingCost, ServingResult
 from pipeline.speed_results import DeviceSpeed, MemoryResult, SpeedResult
@@ -313,12 +313,13 @@ class Reconciliation(Value):
     """One planned figure beside the measured one; `because` explains a difference of more than 5 %
     in bytes and sequences, 10 % in speed.
 
-    `batch_size` is that of a decode rate, None for every other figure.
+    `batch_size` is that of a decode rate, and `bound` what sets its roof; None for every other figure.
     """
 
     figure: str
     unit: str
     batch_size: int | None = None
+    bound: Bound | None = None
     predicted: float
     measured: float
     because: str

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from pipeline.footprint import (
     ShapeFacts,
@@ -22,9 +21,8 @@ from pipeline.footprint import (
     kv_bytes_per_token,
     weight_reads,
 )
+from pipeline.measured import Bound
 from pipeline.roofline import attended_pairs, ops_per_byte, step_floor_s
-
-Bound = Literal["memory", "compute"]
 
 LARGEST_BATCH = 65_536
 """Where the search for the compute-bound batch ends; no server holds more sequences."""

@@ -117,8 +117,9 @@ class SpeedResult(Value):
 
     `measured_break_even_batch` is how many single streams the best batch is worth, `free_lunch_batch` up to which
     batch a step costs next to nothing more; see `measure.break_even_batch` and `measure.free_lunch_batch`.
-    `timed_in_turn` says whether the variants took turns (None in records from before it was kept); `drift_percent`, of
-    the baseline alone, how much longer its tokens took when it was timed again at the end.
+    `timed_in_turn` says whether the variants took turns, None in records from before it was kept. `drift_percent` is
+    how much longer the baseline's tokens took when it was timed again at the end: with the baseline alone where they
+    took turns, with every variant where they were timed one after the other.
     """
 
     engine: str

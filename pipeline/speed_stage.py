@@ -78,10 +78,7 @@ def measure_speed(
     ]
     alone = any(checkpoint.engine.fills_device for checkpoint in checkpoints.values())
     together = not alone and fit_together(sizes, device=device, cache_bytes=cache_bytes)
-    if together:
-        stage.together()
-    else:
-        stage.one_by_one()
+    drift = stage.together() if together else stage.one_by_one()
     after = machine_state(device)
     return SpeedStageResult(
         device=limits,
@@ -89,7 +86,14 @@ def measure_speed(
         machine_after=after,
         alternated=together,
         variants={
-            name: result.model_copy(update={"notes": (*result.notes, *after.notes)})
+            name: result.model_copy(
+                update={
+                    "notes": (*result.notes, *after.notes),
+                    "timed_in_turn": together,
+                    # Of variants that took turns it fell on all alike, and tells of the baseline's own figures only.
+                    "drift_percent": drift if name == baseline or not together else None,
+                }
+            )
             for name, result in stage.results.items()
         },
         failures=stage.failures,
@@ -114,12 +118,11 @@ class _SpeedStage:
     limits: DeviceSpeed
     log: Path
     progress: Progress
-    in_turn: bool = True
     results: dict[str, SpeedResult] = field(default_factory=dict)
     failures: dict[str, StageFailure] = field(default_factory=dict)
 
-    def together(self) -> None:
-        """All loaded at once, timed in alternation; the baseline's first shape once more at the end."""
+    def together(self) -> float | None:
+        """All loaded at once, timed in alternation; the baseline's first shape once more at the end: its drift in %."""
         with ExitStack() as stack:
             turns = {name: turn for name in self.checkpoints if (turn := self._open(name, stack))}
             timings = time_in_turn(turns, plan=self._plan(), progress=self.progress)
@@ -131,31 +134,30 @@ class _SpeedStage:
                     progress=self.progress,
                 )
             for name, turn in turns.items():
-                self._keep(name, turn.opened, timings[name], again=again.get(name))
+                self._keep(name, turn.opened, timings[name])
+        return drift_percent(timings[self.baseline][0], again[self.baseline][0]) if again else None
 
-    def one_by_one(self) -> None:
-        """Each alone, because they don't fit together; the baseline again at the end shows the drift."""
-        self.in_turn = False
+    def one_by_one(self) -> float | None:
+        """Each alone, because they don't fit together; the baseline again at the end: its drift in %."""
         first: dict[str, ShapeTiming] = {}
         for name in self.checkpoints:
             with ExitStack() as stack:
                 turn = self._open(name, stack)
                 if turn:
                     timings = time_in_turn({name: turn}, plan=self._plan(), progress=self.progress)
-                    self._keep(name, turn.opened, timings[name], again=None)
+                    self._keep(name, turn.opened, timings[name])
                     first[name] = timings[name][0]
-        if self.baseline in self.results:
-            self._repeat_baseline(first[self.baseline])
+        return self._drift(first[self.baseline]) if self.baseline in self.results else None
 
-    def _repeat_baseline(self, first: ShapeTiming) -> None:
+    def _drift(self, first: ShapeTiming) -> float | None:
+        """How the baseline's first shape came out when it's loaded and timed again; None where that fails."""
         name = self.baseline
         with ExitStack() as stack:
             turn = self._open(name, stack)
             if turn is None:
-                return
+                return None
             again = time_in_turn({name: turn}, plan=self._plan(again=True), progress=self.progress)
-        drift = drift_percent(first, again[name][0])
-        self.results[name] = self.results[name].model_copy(update={"drift_percent": drift})
+        return drift_percent(first, again[name][0])
 
     def _plan(self, *, again: bool = False) -> TimingPlan:
         spec = self.spec
@@ -179,9 +181,7 @@ class _SpeedStage:
             return None
         return stack.enter_context(turn)
 
-    def _keep(
-        self, name: str, opened: SpeedOpened, timings: list[ShapeTiming], *, again: list[ShapeTiming] | None
-    ) -> None:
+    def _keep(self, name: str, opened: SpeedOpened, timings: list[ShapeTiming]) -> None:
         rows = tuple(self._row(name, opened, timing) for timing in timings)
         if not any(timing.traces for timing in timings):
             reason: Literal["out_of_memory", "failed"] = (
@@ -201,8 +201,6 @@ class _SpeedStage:
                 manifest=self.manifests[name],
                 weights_read_bytes=self._weights_read(name, opened, tokens=1),
             ),
-            timed_in_turn=self.in_turn,
-            drift_percent=drift_percent(timings[0], again[0]) if again else None,
             measured_break_even_batch=break_even_batch(rows),
             free_lunch_batch=free_lunch_batch(rows),
             notes=(opened.energy_source, *_choice_notes(timings)),

@@ -40,6 +40,8 @@ REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EIO)
 JOURNAL_NAME = ".journal.json"
 """A file that says how far the making of a folder has come; with it a stopped one can be gone on with."""
 _UNFINISHED_KEPT_S = 7 * 24 * 3600.0
+_WRITING_S = 3600.0
+"""`gate` and `compare` write a page into a run's folder without the lock, and take seconds."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,12 @@ class Store:
 
         One with a journal is kept for the run that goes on with it, for a week.
         """
-        for files in ("results/*/.partial-*", "runs/*/.partial-*"):
-            for partial in self.root.glob(files):
-                with contextlib.suppress(OSError):
+        for partial in (self.root / "results").glob("*/.partial-*"):
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        for partial in (self.root / "runs").glob("*/.partial-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - partial.stat().st_mtime >= _WRITING_S:
                     partial.unlink()
         for partial in (self.root / "checkpoints").glob(".partial-*"):
             with contextlib.suppress(OSError):

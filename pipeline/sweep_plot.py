@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BESIDE_IN = 0.09
-UNDER_MEMORY = 0.98
-"""A planned roof this far under the memory's is another one: both are reckoned from nearly the same bytes."""
 FARTHEST = 16
 """The axis reaches a capacity of at most so many times the largest batch that was timed."""
 
@@ -86,7 +84,7 @@ def _peak(report: Report, variant: VariantReport) -> float | None:
 
     At break-even reading the weights takes as long as computing.
     """
-    if (computed := _computed_roof(report, variant)) is not None:
+    if (computed := _computed_roof(variant)) is not None:
         return computed
     planned = next((one.predicted for one in variant.planned if one.figure == "break-even batch"), None)
     memory = variant.loaded_memory
@@ -95,19 +93,9 @@ def _peak(report: Report, variant: VariantReport) -> float | None:
     return planned * report.device.read_bandwidth_bytes_per_s / memory.weight_bytes_read_per_token
 
 
-def _computed_roof(report: Report, variant: VariantReport) -> float | None:
-    """The planned roof of a batch, where it lies under the one that reading the batch's bytes sets."""
-    if report.device is None or variant.speed is None:
-        return None
-    bandwidth = report.device.read_bandwidth_bytes_per_s
-    reads = {row.batch_size: row.bytes_read_per_step for row in variant.speed.of("batch")}
-    for one in variant.planned:
-        read = reads.get(one.batch_size or 0)
-        if one.unit == "tok/s" and one.predicted and read and one.batch_size:
-            by_memory = one.batch_size * bandwidth / read
-            if one.predicted < UNDER_MEMORY * by_memory:
-                return one.predicted
-    return None
+def _computed_roof(variant: VariantReport) -> float | None:
+    """The planned roof of a batch that is bound by arithmetic: it is the same for every larger one."""
+    return next((one.predicted for one in variant.planned if one.bound == "compute"), None)
 
 
 def sweep_plot(report: Report) -> str | None:

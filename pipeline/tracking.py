@@ -52,7 +52,7 @@ from pipeline.tracking_store import (
     open_store,
     owner_is_alive,
     owner_tags,
-    told,
+    store_error,
     tracking_store,
 )
 from pipeline.values import Value
@@ -123,7 +123,7 @@ def track(
         with open_store(store) as opened:
             return _track(report, opened=opened, run_folder=run_folder, experiment=experiment, note=note)
     except expected_errors() as error:
-        return TrackResult(run_id=None, tracked=False, because=told(error, store))
+        return TrackResult(run_id=None, tracked=False, because=store_error(error, store))
 
 
 def _track(

@@ -33,7 +33,7 @@ from pipeline.tracking_store import (
     expected_errors,
     open_store,
     redact,
-    told,
+    store_error,
     tracking_store,
 )
 
@@ -149,7 +149,7 @@ def _last_comparison(store: TrackingStore) -> _LastRun | None:
         with open_store(store) as opened:
             return _last_run(opened)
     except expected_errors() as error:
-        raise StageError(told(error, store)) from None
+        raise StageError(store_error(error, store)) from None
 
 
 def _last_run(opened: OpenStore) -> _LastRun | None:
@@ -171,6 +171,7 @@ def _last_run(opened: OpenStore) -> _LastRun | None:
             [place], f"tags.`mlflow.parentRunId` = '{run_id}'", order_by=["attributes.start_time ASC"]
         )
     )
+    opened.stop.obey()
     ids = [str(child.info.run_id) for child in children]
     comparison = comparison_path(ids, experiment_id=place) if ids else None
     return _LastRun(run_id, f"experiments/{place}/runs?{PAGES}", comparison)

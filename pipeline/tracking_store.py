@@ -176,7 +176,7 @@ class StopRequest:
     def obey(self) -> None:
         """Raise Interrupted when a stop was requested."""
         if self.made:
-            raise Interrupted("stopped while logging to MLflow; the report itself is complete")
+            raise Interrupted("stopped while talking to MLflow; what a run has measured is in its report")
 
 
 @contextmanager
@@ -338,7 +338,7 @@ def open_store(store: TrackingStore) -> Iterator[OpenStore]:
         yield OpenStore(store, patiently(lambda: open_client(store), stop=stop), stop)
 
 
-def told(error: Exception, store: TrackingStore) -> str:
+def store_error(error: Exception, store: TrackingStore) -> str:
     """Which store it was and what it said, on one line and without secrets, and what mends it."""
     said = redact(" ".join(str(error).split()), uri=store.uri)[:600] or type(error).__name__
     return f"MLflow at {store.shown}: {said}{remedy(said, store)}"

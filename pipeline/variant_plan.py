@@ -13,10 +13,11 @@ from typing import Literal
 
 from pipeline.data_sheet import Device
 from pipeline.footprint import ShapeFacts, WeightBytes, kv_bytes, kv_bytes_per_token, weight_bytes
+from pipeline.measured import Bound
 from pipeline.plan_values import BatchPlan, CapacityPlan, LengthPlan, VariantPlan
 from pipeline.recipe import ExpandedRecipe
 from pipeline.recipe_sections import VariantSpec
-from pipeline.roof import Bound, Roof, mean_depth_tokens
+from pipeline.roof import Roof, mean_depth_tokens
 from pipeline.roofline import capacity, dollars_per_million_tokens
 from pipeline.traffic import Request
 

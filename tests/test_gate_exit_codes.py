@@ -75,7 +75,7 @@ def nothing_measured(name: str, **fields: Any) -> VariantReport:
     ],
     ids=["all candidates failed", "all are optional", "every variant failed", "the baseline failed", "none"],
 )
-def test_where_nothing_was_measured_nothing_ships(
+def test_without_a_baseline_and_a_candidate_that_were_measured_nothing_ships(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arms: tuple[VariantReport, ...]
 ) -> None:
     code, said = gated(tmp_path, report(*arms).to_json(), capsys)
@@ -89,13 +89,12 @@ def test_what_the_gate_lists_and_the_results_lack_is_named(
     rules = [{"kind": "max_quality_drop", "points": 10.0, "tasks": ["arc_easy", "hellaswag"]}, RULES[1]]
     answers = [1.0] * 300 + [0.0] * 100
 
-    def candidate(*tasks: str, decode: float | None = 40.0) -> VariantReport:
+    def candidate(*tasks: str, name: str = "int8", decode: float | None = 40.0) -> VariantReport:
         quality = build.quality(*(build.task(name, answers) for name in tasks))
         rows = [build.speed_row(1, decode), build.speed_row(8, 160.0)]
-        name = "int8" if decode != 20.0 else "fp16"
         return arm(name, quality=quality, speed=build.speed(name, rows))
 
-    baseline = candidate("arc_easy", "hellaswag", decode=20.0)
+    baseline = candidate("arc_easy", "hellaswag", name="fp16", decode=20.0)
 
     def judged(one: VariantReport) -> tuple[int, str]:
         return gated(tmp_path, report(baseline, one, rules=rules).to_json(), capsys)

@@ -149,14 +149,20 @@ def test_a_clock_that_was_set_back_never_gives_a_figure() -> None:
 
 def test_work_is_timed_by_a_clock_that_nobody_can_set_back() -> None:
     """Every clock that the package hands to what times work, in its sources."""
+    sources = list(Path(pipeline.__file__).parent.rglob("*.py"))
     handed = {
         ast.unparse(keyword.value)
-        for path in Path(pipeline.__file__).parent.rglob("*.py")
+        for path in sources
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Call)
         for keyword in node.keywords
         if keyword.arg == "clock"
     }
+    timing = [text for path in sources if "perf_counter" in (text := path.read_text("utf-8"))]
+    assert timing
+    assert not any("time.time()" in text for text in timing), (
+        "one that can be set back, beside one that can't"
+    )
     passed_on = {"clock", "self._clock"}
     assert handed - passed_on == {"time.perf_counter", "self.clock"}, "self.clock is the scripted one"
     assert time.get_clock_info("perf_counter").monotonic

@@ -196,7 +196,7 @@ def test_the_verdict_comes_first_and_the_questions_of_a_reader_are_answered() ->
         ),
         ("What does it cost?", "fp16: $4.86 a million output tokens at batch 8"),
         ("What limits it?", "fp16: batch 1 decodes 20.0 tok/s, 60 % of the 33 that reading its bytes"),
-        ("How sure is it?", "int8: nearest to its limit is "),
+        ("How sure is it?", "int8: the limit that decides most is that on "),
         ("", "int8: its scores are of 400 documents a task; the differences are of the same ones."),
     ):
         place = start.index(question)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -59,15 +59,17 @@ def test_the_peak_is_the_rate_at_the_planned_break_even_batch() -> None:
     assert sweep_curves(full_report())[0].peak_tokens_per_s == pytest.approx(1200.0)
 
 
-@pytest.mark.parametrize(("roof", "peak"), [(60.0, 60.0), (90.9, None)])
-def test_a_planned_roof_under_the_memory_s_is_the_arithmetic_s(roof: float, peak: float | None) -> None:
-    """Four sequences a step of 1.32e9 bytes at 3e10 bytes a second: memory allows 90.9."""
+@pytest.mark.parametrize(("bound", "peak"), [("compute", 60.0), ("memory", None)])
+def test_a_planned_roof_that_arithmetic_sets_is_every_larger_batch_s(
+    bound: Literal["compute", "memory"], peak: float | None
+) -> None:
     rows = [build.speed_row(1, 20.0), build.speed_row(4, 50.0, bytes_read_per_step=1_320_000_000)]
     row = Reconciliation(
         figure="decode at batch 4, at most",
         unit="tok/s",
         batch_size=4,
-        predicted=roof,
+        bound=bound,
+        predicted=60.0,
         measured=50.0,
         because="",
     )

@@ -249,6 +249,12 @@ def test_the_same_run_again_measures_nothing_and_says_the_same(
     assert again.line["report"] != finished.line["report"]
 
 
+def test_variants_that_fit_together_took_turns_and_the_baseline_tells_of_drift(finished: Ended) -> None:
+    speeds = [one.speed for one in finished.report.variants]
+    assert [one and one.timed_in_turn for one in speeds] == [True, True]
+    assert [bool(one and one.drift_percent is not None) for one in speeds] == [True, False]
+
+
 def test_another_threshold_judges_anew_without_measuring(place: Workplace, finished: Ended, run: Run) -> None:
     del finished
     strict = run(place.recipe(gate=[{"kind": "max_memory", "fraction": 0.1}]))

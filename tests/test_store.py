@@ -335,10 +335,14 @@ def test_half_made_checkpoints_of_any_killed_run_are_removed_by_the_next_one(sto
 def test_half_written_reports_of_a_killed_run_are_removed_by_the_next_one(store: Store) -> None:
     run = store.root / "runs" / "20261130-000000-demo"
     run.mkdir(parents=True)
-    (run / ".partial-report.json-1-ab").write_text("{", encoding="utf-8")
+    for name, age_s in ((".partial-report.json-1-ab", 7200), (".partial-page.html-2-cd", 0)):
+        (run / name).write_text("{", encoding="utf-8")
+        os.utime(run / name, (time.time() - age_s,) * 2)
     (run / "stages.log").write_text("=== quality\n", encoding="utf-8")
     with store.lock():
-        assert [file.name for file in run.iterdir()] == ["stages.log"]
+        assert {file.name for file in run.iterdir()} == {"stages.log", ".partial-page.html-2-cd"}, (
+            "one is being written"
+        )
 
 
 def test_an_error_inside_lets_go_of_the_lock(store: Store) -> None:

@@ -263,7 +263,7 @@ def test_a_store_a_recipe_and_a_report_in_each_other_s_place_are_told_apart(
     recipe.write_text("model: m\n", "utf-8")
     run = store / "runs" / "20260102-000000-b"
     for command, said in (
-        (["gate", str(store)], f"{store}: holds 2 runs; name one of them, for example {run}"),
+        (["gate", str(store)], f"{store}: holds runs (2); name one of them, for example {run}"),
         (["gate", str(recipe)], f"{recipe}: is a recipe and no report; name a report.json or a run's folder"),
         (
             ["check", str(run / "report.json")],

@@ -169,7 +169,7 @@ def test_a_reading_that_is_not_there_or_cannot_be_true_is_missing(
         (None, 30.0, "pass"),
         (False, 1.0, "pass"),
         (False, 30.0, "inconclusive"),
-        (False, -30.0, "inconclusive"),
+        (False, 100 * (1 / 1.3 - 1), "inconclusive"),
         (False, None, "missing"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_speed_up_of_variants_timed_one_after_the_other_is_as_sure_as_the_mach
 ) -> None:
     timed: dict[str, Any] = {"timed_in_turn": in_turn}
     before = build.variant("fp16", speed=build.speed("fp16", drift_percent=drift_percent, **timed))
-    after = build.variant("int8", speed=build.speed("int8", drift_percent=None, **timed))
+    after = build.variant("int8", speed=build.speed("int8", drift_percent=drift_percent, **timed))
     finding = one(MinSpeedup(factor=1.9), after, before)
     assert finding.outcome == outcome
     if outcome == "inconclusive":
@@ -186,6 +186,17 @@ def test_a_speed_up_of_variants_timed_one_after_the_other_is_as_sure_as_the_mach
         assert "give or take 30.0 % by which the machine drifted" in finding.because
     if outcome == "missing":
         assert "the baseline couldn't be timed again at the end" in finding.because
+
+
+def test_beside_another_run_what_both_runs_drifted_counts() -> None:
+    arms = (("fp16", False, 10.0), ("int8", False, -20.0))
+    before, after = (
+        build.variant(name, speed=build.speed(name, timed_in_turn=in_turn, drift_percent=drift))
+        for name, in_turn, drift in arms
+    )
+    finding = one(MinSpeedup(factor=1.5), after, before)
+    assert finding.interval == pytest.approx((2 * 0.99 / 1.01 / 1.1 * 0.8, 2 * 1.01 / 0.99 * 1.1 / 0.8))
+    assert finding.outcome == "inconclusive"
 
 
 @pytest.mark.parametrize(
