@@ -94,15 +94,16 @@ def _cost(report: Report) -> Iterator[str]:
     priced = [
         one for one in report.variants if one.cost and one.cost.dollars_per_million_output_tokens is not None
     ]
+    hours = dict.fromkeys(_dollars(one.cost.dollars_per_hour) for one in priced if one.cost)
+    if hours:
+        yield f"On a machine of {' or '.join(hours)} an hour, kept busy:"
     for variant in priced:
         cost = variant.cost
         assert cost is not None
         entry = cost.dollars_per_million_input_tokens
         yield (
             f"{variant.name}: {_dollars(cost.dollars_per_million_output_tokens)} a million output tokens at batch "
-            f"{cost.batch_size}"
-            + ("" if entry is None else f", {_dollars(entry)} a million input tokens")
-            + f", on a machine of {_dollars(cost.dollars_per_hour)} an hour kept busy."
+            f"{cost.batch_size}" + ("." if entry is None else f", {_dollars(entry)} a million input tokens.")
         )
     if not priced:
         yield "In money: unknown, because the recipe names no price (cost: dollars_per_hour)."
