@@ -165,6 +165,8 @@ def _sureness(report: Report) -> Iterator[str]:
         yield from _open(variant)
         if documents := _documents(variant):
             yield f"{variant.name}: its scores are of {documents}; the differences are of the same ones."
+        if variant.quality and variant.quality.agreement:
+            yield f"{variant.name}: timed and scored by two engines, {variant.quality.agreement.text}."
     yield from _drift(report)
 
 
@@ -207,7 +209,7 @@ def _drift(report: Report) -> Iterator[str]:
         drift = variant.speed.drift_percent if variant.speed else None
         if drift is not None and abs(drift) > allowed:
             told = (
-                "the variants took turns, so their ratios hold, and absolute speeds may be off by as much"
+                "the variants took turns, so it fell on all alike, but absolute speeds and prices may be off by as much"
                 if variant.speed and variant.speed.timed_in_turn
                 else "differences of speed of that size tell little"
             )
@@ -240,6 +242,6 @@ def _held(variant: VariantReport) -> str:
         return ""
     more = " or more (where the search ended)" if capacity.limited_by == "ceiling" else ""
     return (
-        f"{capacity.budget_bytes / 1e6:,.0f} MB hold {capacity.measured_sequences:,}{more} sequences of "
+        f"a budget of {capacity.budget_bytes / 1e6:,.0f} MB holds {capacity.measured_sequences:,}{more} sequences of "
         f"{capacity.context_tokens:,} tokens"
     )
