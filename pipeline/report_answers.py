@@ -205,18 +205,19 @@ def _drift(report: Report) -> Iterator[str]:
     section = report.resolved_recipe.get("speed")
     asked = section.get("max_cv_percent") if isinstance(section, dict) else None
     allowed = asked if isinstance(asked, int | float) else SpeedSpec.model_fields["max_cv_percent"].default
-    for variant in report.variants:
-        drift = variant.speed.drift_percent if variant.speed else None
-        if drift is not None and abs(drift) > allowed:
-            told = (
-                "the variants took turns, so it fell on all alike, but absolute speeds and prices may be off by as much"
-                if variant.speed and variant.speed.timed_in_turn
-                else "differences of speed of that size tell little"
-            )
-            yield (
-                f"The machine: {variant.name}, timed again at the end, took {abs(drift):.1f} % "
-                f"{'more' if drift > 0 else 'less'} time a token; {told}."
-            )
+    baseline = report.variant(report.baseline)
+    speed = baseline.speed if baseline else None
+    if speed is None or speed.drift_percent is None or abs(speed.drift_percent) <= allowed:
+        return
+    told = (
+        "the variants took turns, so it fell on all alike, but absolute speeds and prices may be off by as much"
+        if speed.timed_in_turn
+        else "differences of speed of that size tell little"
+    )
+    yield (
+        f"The machine: {report.baseline}, timed again at the end, took {abs(speed.drift_percent):.1f} % "
+        f"{'more' if speed.drift_percent > 0 else 'less'} time a token; {told}."
+    )
 
 
 def _bandwidth(report: Report, variant: VariantReport, size: int | None) -> str:

@@ -271,6 +271,19 @@ def test_a_machine_that_changed_within_the_run_is_told_before_the_figures() -> N
         assert (said in text) is told
 
 
+def test_only_the_baseline_was_timed_again_though_each_variant_timed_alone_holds_its_drift() -> None:
+    arms = [
+        build.variant(name, speed=build.speed(name, timed_in_turn=False, drift_percent=13.9))
+        for name in ("fp16", "int8")
+    ]
+    text = Page(report_page(judged(*arms))).text
+    assert text.count("timed again at the end, took") == 1
+    assert (
+        "fp16, timed again at the end, took 13.9 % more time a token; differences of speed of that size"
+        in text
+    )
+
+
 def test_noisy_rates_are_marked_wherever_they_stand() -> None:
     noisy = build.speed("int8", rows=[build.speed_row(1, 38.0, noisy=True)])
     text = Page(report_page(judged(build.variant("fp16"), build.variant("int8", speed=noisy)))).text
