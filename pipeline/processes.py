@@ -29,17 +29,15 @@ from pipeline.values import AnyValue, Value
 _Reason = Literal["failed", "out_of_memory"]
 _BAD_ALLOC = b"std::bad_alloc"
 """What C++ says on standard error before it aborts because an allocation was refused."""
-_CRASHES = (
-    *(
-        signal.SIGSEGV,
-        signal.SIGBUS,
-        signal.SIGABRT,
-        signal.SIGILL,
-        signal.SIGFPE,
-        signal.SIGTRAP,
-        signal.SIGSYS,
-    ),
-)
+_CRASHES = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+}
 """What code does to its own process. Any other signal but SIGKILL is somebody's wish that it end."""
 
 

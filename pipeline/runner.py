@@ -29,7 +29,7 @@ from pipeline.results import CheckpointManifest, QualityResult, SourceRecord
 from pipeline.run_state import RunState, failure, null_step
 from pipeline.serving_results import ServingResult, ServingStageResult
 from pipeline.serving_stage import measure_serving
-from pipeline.speed_results import SpeedResult, SpeedStageResult
+from pipeline.speed_results import SpeedStageResult
 from pipeline.speed_stage import measure_speed
 from pipeline.stage_keys import capacity_key, quality_key, quantize_key, random_key, serving_key, speed_key
 from pipeline.stage_records import keep_result, stage_result, stored_stage
@@ -218,10 +218,11 @@ def _is_whole_set(result: SpeedStageResult | ServingStageResult) -> bool:
 
     So is one of variants timed one after the other whose baseline couldn't be timed again: no rule can use it.
     """
-    alone = [
-        one for one in result.variants.values() if isinstance(one, SpeedResult) and not one.timed_in_turn
-    ]
-    if any(one.drift_percent is None for one in alone):
+    if (
+        isinstance(result, SpeedStageResult)
+        and not result.alternated
+        and any(one.drift_percent is None for one in result.variants.values())
+    ):
         return False
     outcomes = {row.outcome for one in result.variants.values() for row in one.rows}
     outcomes |= {

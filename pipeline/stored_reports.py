@@ -49,8 +49,7 @@ def load_report(path: Path) -> Report:
     """
     file = path
     if inside := _runs_in(path):
-        newest = inside[-1]
-        raise UsageError(f"{path}: holds runs ({len(inside)}); name one of them, for example {newest}")
+        raise UsageError(f"{path}: holds runs ({len(inside)}); name one of them, for example {inside[-1]}")
     if path.suffix in (".yaml", ".yml") and path.is_file():
         raise UsageError(
             f"{path}: is a recipe and no report; name a report.json or a run's folder (limits of another recipe: "

@@ -80,22 +80,19 @@ def _curve(report: Report, place: int, variant: VariantReport) -> SweepCurve:
 
 
 def _peak(report: Report, variant: VariantReport) -> float | None:
-    """The roof of a measured batch that arithmetic bounds, else where the planned break-even batch puts it.
+    """The roof of a measured batch that arithmetic bounds, which is every larger one's, too.
 
-    At break-even reading the weights takes as long as computing.
+    Without such a batch it is where the planned break-even batch puts it: there reading the weights takes as long as
+    computing.
     """
-    if (computed := _computed_roof(variant)) is not None:
+    computed = next((one.predicted for one in variant.planned if one.bound == "compute"), None)
+    if computed is not None:
         return computed
     planned = next((one.predicted for one in variant.planned if one.figure == "break-even batch"), None)
     memory = variant.loaded_memory
     if planned is None or report.device is None or memory is None or not memory.weight_bytes_read_per_token:
         return None
     return planned * report.device.read_bandwidth_bytes_per_s / memory.weight_bytes_read_per_token
-
-
-def _computed_roof(variant: VariantReport) -> float | None:
-    """The planned roof of a batch that is bound by arithmetic: it is the same for every larger one."""
-    return next((one.predicted for one in variant.planned if one.bound == "compute"), None)
 
 
 def sweep_plot(report: Report) -> str | None:

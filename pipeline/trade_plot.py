@@ -200,9 +200,9 @@ class _View:
         """Names beside the discs, the baseline's first; those that find no room are in hover texts and tables."""
         labels = Labels(axes, places=_BESIDE)
         labels.keep_line_clear(0)
-        for one, size in zip(self.points, sizes, strict=True):
-            labels.keep_clear(one.tokens_per_s, one.change.value, radius_points=size / 2 + 1)
         radii = {one.name: size / 2 for one, size in zip(self.points, sizes, strict=True)}
+        for one in self.points:
+            labels.keep_clear(one.tokens_per_s, one.change.value, radius_points=radii[one.name] + 1)
         for one in sorted(self.points, key=lambda point: point.name != self.baseline):
             megabytes = f" {one.resident_bytes / 1e6:,.0f} MB"
             for text in (f"{short(one.name)}{megabytes}", short(one.name)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.answer_journal import AnswerJournal
 from pipeline.quality import QualityRequest, evaluate
 from pipeline.results import QualityResult
 
@@ -105,7 +106,11 @@ def request_for(folder: Path, *tasks: str, **overrides: Any) -> QualityRequest:
 
 
 def run(
-    model: Any, checkpoint: Path, request: QualityRequest, progress: Callable[[str], None] = lambda _: None
+    model: Any,
+    checkpoint: Path,
+    request: QualityRequest,
+    progress: Callable[[str], None] = lambda _: None,
+    journal: AnswerJournal | None = None,
 ) -> QualityResult:
     """`evaluate` on the CPU in FP32."""
     return evaluate(
@@ -115,6 +120,7 @@ def run(
         compute_dtype="float32",
         device="cpu",
         progress=progress,
+        journal=journal,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pipeline.answer_journal import AnswerJournal
-from pipeline.quality import evaluate
 from pipeline.results import QualityResult, TaskResult
 from tests.quality_tasks import CHOICES, GENERATION, ROLLING, load, questions, request_for, run, write_task
 from tests.tiny_models import write_gpt2, write_llama
@@ -54,15 +53,7 @@ def answers_of(journal: AnswerJournal, folder: Path, request: Any) -> tuple[Task
     from pipeline.quality import load_tasks
 
     model = load(folder)
-    result = evaluate(
-        model,
-        tokenizer_folder=folder,
-        request=request,
-        compute_dtype="float32",
-        device="cpu",
-        progress=lambda _: None,
-        journal=journal,
-    )
+    result = run(model, folder, request, journal=journal)
     (task,) = load_tasks(request).values()
     task.build_all_requests(limit=request.limit, rank=0, world_size=1)
     return result.tasks["quiz"], task.instances
@@ -163,15 +154,7 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_result(
 
         hook = model.register_forward_pre_hook(look)
         try:
-            return evaluate(
-                model,
-                tokenizer_folder=folder,
-                request=request,
-                compute_dtype="float32",
-                device="cpu",
-                progress=lambda _: None,
-                journal=AnswerJournal(path),
-            )
+            return run(model, folder, request, journal=AnswerJournal(path))
         finally:
             hook.remove()
 

@@ -10,14 +10,14 @@ import pytest
 
 from pipeline.answer_journal import AnswerJournal
 from pipeline.engines.transformers import Transformers
-from pipeline.quality import evaluate, inputs_digest
+from pipeline.quality import inputs_digest
 from pipeline.quantizers.native import Native
 from pipeline.results import CheckpointManifest, FileRecord, QualityResult, SourceRecord
 from pipeline.stage_keys import quality_key
 from pipeline.stages import QualityStageRequest, RunnableCheckpoint
 from pipeline.store import Store
 from tests import result_builders as build
-from tests.quality_tasks import CHOICES, load, questions, request_for, write_task
+from tests.quality_tasks import CHOICES, load, questions, request_for, run, write_task
 from tests.tiny_models import write_llama
 
 
@@ -101,15 +101,7 @@ def test_a_model_with_opposite_answers_is_asked_although_the_first_one_s_are_kep
         )
         passes: list[int] = []
         hook = one.register_forward_pre_hook(lambda *_: passes.append(1))
-        result = evaluate(
-            one,
-            tokenizer_folder=folder,
-            request=request,
-            compute_dtype="float32",
-            device="cpu",
-            progress=lambda _: None,
-            journal=AnswerJournal(store.answers_path(own)),
-        )
+        result = run(one, folder, request, journal=AnswerJournal(store.answers_path(own)))
         hook.remove()
         return result, len(passes)
 

@@ -21,6 +21,8 @@ _MERGES = (
     *("he", "in", "re", "on", "er", "at", "en", "nd", "st", "or", "es", "an", "ti", "te", "is"),
     *("it", "ar", "al", "ou", "ng", "ed", "le", "ve", "as", "ro", "ic", "me"),
 )
+_SPECIAL = ("<unk>", "<s>", "</s>")
+
 TWO_VARIANTS: dict[str, Any] = {
     "model": "./llama",
     "baseline": "fp16",
@@ -36,7 +38,6 @@ SHORT_SPEED: dict[str, Any] = {
     "max_cv_percent": 1000,
 }
 """The shortest block `speed` that gives quartiles."""
-_SPECIAL = ("<unk>", "<s>", "</s>")
 
 
 def write_llama(
